@@ -1,0 +1,139 @@
+"""agentmem: the memory of an AI agent that thinks in branches.
+
+A session is a tree of KV-cache checkpoints. `fork` costs microseconds; `switch` and `resume` continue a context without
+computing it again. Importing this module imports neither torch nor a framework: names are loaded when they are used.
+"""
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, overload
+
+from agentmem._version import __version__
+from agentmem.config import Config
+from agentmem.errors import (
+    AgentMemError,
+    AlreadyExistsError,
+    CapacityError,
+    ClosedError,
+    CorruptionError,
+    FormatVersionError,
+    InvalidInputError,
+    NotFoundError,
+    ReadOnlyError,
+    SpecMismatchError,
+    StaleCacheError,
+    StorageFullError,
+    StoreLockedError,
+    UnsupportedModelError,
+)
+from agentmem.stats import Reason, ReuseReport
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from agentmem.branch import Branch, Generation
+    from agentmem.session import Session
+    from agentmem.store import Store
+    from agentmem.tree.checkpoint import Checkpoint
+    from agentmem.view import StoreView
+
+_LAZY = {
+    "Branch": "agentmem.branch",
+    "Checkpoint": "agentmem.tree.checkpoint",
+    "Generation": "agentmem.branch",
+    "Session": "agentmem.session",
+    "Store": "agentmem.store",
+    "StoreView": "agentmem.view",
+}
+
+__all__ = [
+    "AgentMemError",
+    "AlreadyExistsError",
+    "Branch",
+    "CapacityError",
+    "Checkpoint",
+    "ClosedError",
+    "Config",
+    "CorruptionError",
+    "FormatVersionError",
+    "Generation",
+    "InvalidInputError",
+    "NotFoundError",
+    "ReadOnlyError",
+    "Reason",
+    "ReuseReport",
+    "Session",
+    "SpecMismatchError",
+    "StaleCacheError",
+    "StorageFullError",
+    "Store",
+    "StoreLockedError",
+    "StoreView",
+    "UnsupportedModelError",
+    "__version__",
+    "open",
+]
+
+
+@overload
+def open(path: "str | Path", *, config: Config | None = None) -> "StoreView": ...
+
+
+@overload
+def open(
+    path: "str | Path",
+    *,
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    config: Config | None = None,
+) -> "Store": ...
+
+
+def open(
+    path: "str | Path",
+    *,
+    model: "PreTrainedModel | None" = None,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    config: Config | None = None,
+) -> "Store | StoreView":
+    """Open the store at `path`.
+
+    With a model the store is made when there is none, and sessions can be created and resumed; one such handle may be
+    open at a time. Without a model the store can be listed and inspected, also beside a running writer, and nothing of
+    torch is imported.
+
+    Args:
+        path: The store's directory.
+        model: Any causal language model of transformers, in eval mode, on one device.
+        tokenizer: Its tokenizer; needed to append text and to show it.
+        config: Choices such as budgets; see `Config`.
+
+    Returns:
+        A `Store` with a model, a `StoreView` without. Either is a context manager.
+
+    Raises:
+        UnsupportedModelError: The model keeps state that agentmem does not store.
+        NotFoundError: There is no store, and no model was given to make one for.
+        InvalidInputError: The path is something else than a store.
+        StoreLockedError: Another handle or process has the store open for writing.
+        FormatVersionError: The store needs a newer agentmem.
+        CorruptionError: The store's files are cut off or damaged.
+        ReadOnlyError: The directory cannot be written to.
+    """
+    config = config if config is not None else Config()
+    if model is None:
+        from agentmem._lmdb import Environment
+        from agentmem.view import StoreView
+
+        return StoreView(Environment.open(Path(path), read_only=True), config)
+    from agentmem.adapters.transformers import TransformersAdapter
+    from agentmem.store import Store
+
+    return Store.open(Path(path), lambda: TransformersAdapter(model, tokenizer, config), config)
+
+
+def __getattr__(name: str) -> object:
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module 'agentmem' has no attribute {name!r}")
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,172 @@
+"""A store's directory on the file system: is it a store, is it ours, is its data file whole, is there room.
+
+Reads the first bytes of the data file itself, because LMDB dies of SIGBUS on a truncated one. Knows nothing of what the
+store holds and never opens LMDB.
+"""
+
+import os
+import struct
+from pathlib import Path
+
+from agentmem.errors import CorruptionError, InvalidInputError, NotFoundError, ReadOnlyError
+
+DATA_FILE = "data.mdb"
+STORE_LOCK = "store.lock"
+READERS_LOCK = "readers.lock"
+
+_PROBE_FILE = "room.probe"
+_OWN_FILES = {DATA_FILE, "lock.mdb", STORE_LOCK, READERS_LOCK, _PROBE_FILE}
+# LMDB's documentation forbids these, even for the processes of one host.
+_NETWORK_TYPES = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "ceph", "glusterfs", "lustre"}
+
+# LMDB 0.9, one meta page, native byte order: 16 bytes of page header; magic u32, version u32, address u64, map size
+# u64; two tables of 48 bytes each, the first of which starts with the page size as u32; last page u64, transaction u64.
+_META = struct.Struct("=16xIIQQI44x48xQQ")
+_MAGIC = 0xBEEFC0DE
+
+
+def create(path: Path) -> None:
+    """Make the directory, with mode 0700 and on disk before this returns, unless it exists.
+
+    Raises:
+        ReadOnlyError: It cannot be made here.
+    """
+    if path.exists():
+        return
+    try:
+        path.mkdir(mode=0o700, parents=True)
+        sync(path.parent)
+    except OSError as error:
+        raise ReadOnlyError(f"cannot make the directory {str(path)!r}: {error.strerror}") from error
+
+
+def sync(path: Path) -> None:
+    """Put the directory's entries on disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def check(path: Path, *, create: bool) -> None:
+    """Check that the directory at `path` is a store of this user, or with `create` may become one.
+
+    Raises:
+        NotFoundError: There is none.
+        InvalidInputError: It is something else, another user's, or on a file system that LMDB must not be used on.
+        CorruptionError: It was a store, but the data file no longer starts as one.
+    """
+    if not path.exists():
+        raise NotFoundError(f"there is no store at {str(path)!r}; open it with create to make one")
+    if not path.is_dir():
+        raise InvalidInputError(f"{str(path)!r} is no store: a store is a directory, this is a file")
+    _check_owner(path)
+    _check_file_system(path)
+    names = {entry.name for entry in path.iterdir()}
+    if DATA_FILE not in names:
+        _check_empty(path, names, create=create)
+    elif not _is_data_file(path / DATA_FILE):
+        if STORE_LOCK in names:
+            raise CorruptionError(f"{str(path / DATA_FILE)!r} does not start as a data file: restore it from a backup")
+        raise InvalidInputError(f"{str(path)!r} is no store: its {DATA_FILE} is another kind of file")
+
+
+def missing_nbytes(data_file: Path) -> int:
+    """Return how many bytes the file is shorter than its newest meta page says; 0 for a whole or empty file.
+
+    Raises:
+        CorruptionError: Not even the meta pages are there.
+    """
+    size = data_file.stat().st_size if data_file.exists() else 0
+    if size == 0:
+        return 0
+    with data_file.open("rb") as file:
+        first = _read_meta(file.read(_META.size), data_file)
+        file.seek(first[0])
+        second = _read_meta(file.read(_META.size), data_file)
+    page_nbytes, last_page, _ = max(first, second, key=lambda meta: meta[2])
+    # The size is taken again: another process may have grown the file between the two reads.
+    return max(0, (last_page + 1) * page_nbytes - data_file.stat().st_size)
+
+
+def free_nbytes(path: Path) -> int:
+    """Return the bytes that this user may still write on the file system of `path`."""
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
+
+
+def has_room(path: Path, nbytes: int) -> bool:
+    """Try whether the data file could grow by `nbytes`.
+
+    LMDB reports a full disk, a quota and a file size limit all as EIO, the same as a broken disk; this tells them
+    apart by reserving the same range of another file.
+    """
+    probe = path / _PROBE_FILE
+    start = (path / DATA_FILE).stat().st_size
+    try:
+        fd = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError:
+        return False
+    try:
+        os.posix_fallocate(fd, start, max(nbytes, 1))
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+        probe.unlink()
+    return True
+
+
+def _check_owner(path: Path) -> None:
+    owner, user = path.stat().st_uid, os.geteuid()
+    if owner != user:
+        raise InvalidInputError(
+            f"{str(path)!r} belongs to user {owner}, not to user {user}: a store is opened by its owner only"
+        )
+
+
+def _check_file_system(path: Path) -> None:
+    kind = _file_system(path)
+    if kind in _NETWORK_TYPES:
+        raise InvalidInputError(
+            f"{str(path)!r} is on a network file system ({kind}), where LMDB loses data: choose a local directory"
+        )
+
+
+def _file_system(path: Path) -> str:
+    """Return the type of the file system that holds `path`, "" where the system does not tell."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    device = path.stat().st_dev
+    name = f"{os.major(device)}:{os.minor(device)}"
+    # 36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw,errors=continue   (proc_pid_mountinfo(5))
+    return next((line.partition(" - ")[2].split(" ")[0] for line in lines if line.split(" ")[2] == name), "")
+
+
+def _check_empty(path: Path, names: set[str], *, create: bool) -> None:
+    if names - _OWN_FILES:
+        raise InvalidInputError(
+            f"{str(path)!r} is no store and not empty (it has {min(names - _OWN_FILES)!r}): choose another path"
+        )
+    if not create:
+        raise NotFoundError(f"there is no store at {str(path)!r}: the directory is empty; open it with create")
+
+
+def _is_data_file(data_file: Path) -> bool:
+    """Tell whether the file starts as LMDB's; an empty one is left by a crash while the store was made."""
+    with data_file.open("rb") as file:
+        head = file.read(24)
+    return not head or (len(head) == 24 and head[16:20] == struct.pack("=I", _MAGIC))
+
+
+def _read_meta(data: bytes, data_file: Path) -> tuple[int, int, int]:
+    """Return page size, last page and transaction of one meta page."""
+    if len(data) < _META.size:
+        raise CorruptionError(f"{str(data_file)!r} is cut off within its first pages: restore it from a backup")
+    magic, _, _, _, page_nbytes, last_page, transaction = _META.unpack(data)
+    if magic != _MAGIC or not 512 <= page_nbytes <= 65536:
+        raise CorruptionError(f"{str(data_file)!r} has a damaged first page: restore it from a backup")
+    return page_nbytes, last_page, transaction

@@ -1,0 +1,123 @@
+"""What the core asks of a model framework, and what it gives in return.
+
+An adapter runs the model; a `Feed` is its side of one branch. Neither names a framework.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from agentmem.ids import Fingerprint
+from agentmem.kv.spec import KVSpec
+
+
+class Feed(Protocol):
+    """What a framework's cache object asks of the branch it stands for, during forward passes."""
+
+    @property
+    def spec(self) -> KVSpec:
+        """Geometry of the KV."""
+        ...
+
+    @property
+    def position(self) -> int:
+        """Tokens that the model sees as cached: the position of the next token to be fed."""
+        ...
+
+    def begin(self, tokens: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Announce a forward pass over `tokens`, at `position`.
+
+        Returns:
+            Keys and values of each stored layer, groups in order: `[1, H, capacity, D]`, slot i for token i. The pass
+            writes the slots [position, position + len(tokens)). Valid until the next `begin`.
+
+        Raises:
+            StaleCacheError: The branch moved on since the cache was made, or the cache was given back.
+            InvalidInputError: The tokens contradict those that the branch has still pending.
+            CapacityError: The device budget cannot hold them.
+        """
+        ...
+
+    def commit(self) -> None:
+        """Make the tokens of the last `begin` part of the branch: every layer has written."""
+        ...
+
+    def crop(self, num_tokens: int) -> None:
+        """Take the last `num_tokens` tokens back."""
+        ...
+
+
+class Adapter(Protocol):
+    """One model of one framework."""
+
+    @property
+    def spec(self) -> KVSpec:
+        """Geometry of the model's KV."""
+        ...
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Name of everything about the model that makes KV differ."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        ...
+
+    @property
+    def model_name(self) -> str:
+        """The model's name, for people."""
+        ...
+
+    @property
+    def tokenizer_hash(self) -> str:
+        """Hex name of the tokenizer; "" when there is none."""
+        ...
+
+    @property
+    def template_hash(self) -> str:
+        """Hex name of the chat template; "" when there is none."""
+        ...
+
+    def encode(self, text: str, *, is_first: bool) -> list[int]:
+        """Return the token ids of `text`; special tokens such as BOS are added only when it comes first.
+
+        Raises:
+            InvalidInputError: There is no tokenizer.
+        """
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of the tokens, for people; "" without a tokenizer."""
+        ...
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Refuse ids that are outside of the model's vocabulary.
+
+        Raises:
+            InvalidInputError: Names the first bad id.
+        """
+        ...
+
+    def forward(self, feed: Feed, tokens: Sequence[int], *, num_logits: int) -> Tensor:
+        """Feed `tokens`; return the logits `[num_logits, V]` of the last `num_logits` of them."""
+        ...
+
+    def generate(self, feed: Feed, tokens: Sequence[int], options: Mapping[str, object]) -> list[int]:
+        """Continue `tokens`, of which the first `feed.position` are cached; return the new ids as sampled.
+
+        Raises:
+            InvalidInputError: An option needs more than one branch (beams, several sequences, assisted decoding).
+        """
+        ...
+
+    def cache(self, feed: Feed) -> object:
+        """Return the framework's cache object for the branch, for the user's own loop."""
+        ...
+
+    def close(self) -> None:
+        """Leave the model as it was found."""
+        ...

@@ -1,0 +1,255 @@
+"""A branch, as its user sees it: tokens that grow, a model that continues them, checkpoints, rewinding."""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from agentmem.adapter import Adapter
+from agentmem.errors import InvalidInputError
+from agentmem.extras import Extras, copy_extras
+from agentmem.feed import BranchFeed
+from agentmem.ids import CheckpointId, short
+from agentmem.ledger import BranchEntry, Ledger
+from agentmem.state import Operation
+from agentmem.stats import ReuseReport
+from agentmem.tree.checkpoint import Checkpoint
+
+Guard = contextlib.AbstractContextManager[None]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What `generate` returns.
+
+    Attributes:
+        tokens: The new token ids, as sampled.
+        text: Their text, for people; "" without a tokenizer.
+    """
+
+    tokens: tuple[int, ...]
+    text: str
+
+
+class BranchOwner:
+    """What a branch needs of its session: a guard around every operation, and the model."""
+
+    ledger: Ledger
+    adapter: Adapter
+
+    def using(self, entry: BranchEntry) -> Guard:
+        """Keep other threads out and the branch on the device, while an operation runs."""
+        raise NotImplementedError
+
+    def resolve(self, checkpoint: Checkpoint | str) -> Checkpoint:
+        """Return a checkpoint of the session by record, id prefix or branch name."""
+        raise NotImplementedError
+
+
+class Branch:
+    """A movable name on a checkpoint, plus an open tail of tokens.
+
+    Handles are cheap and stay valid while the session is open; a dropped branch's handle raises `ClosedError`.
+    """
+
+    def __init__(self, owner: BranchOwner, entry: BranchEntry) -> None:
+        """Stand for `entry`; made by the session."""
+        self._owner = owner
+        self._entry = entry
+
+    def __repr__(self) -> str:
+        return f"<Branch {self.name!r}: {self.num_tokens:,} tokens, {self.num_pending} pending>"
+
+    @property
+    def name(self) -> str:
+        """The branch's name."""
+        return self._entry.name
+
+    @property
+    def tokens(self) -> list[int]:
+        """All token ids, pending ones included. A copy."""
+        return self._entry.state.tokens.slice()
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens, pending ones included."""
+        return len(self._entry.state.tokens)
+
+    @property
+    def pending(self) -> list[int]:
+        """Tokens that were sampled or appended and that the model has not been fed."""
+        return self._entry.state.pending
+
+    @property
+    def num_pending(self) -> int:
+        """Number of pending tokens."""
+        return self._entry.state.num_pending
+
+    @property
+    def tip(self) -> Checkpoint | None:
+        """The checkpoint that the branch points at; None before the first."""
+        tip = self._entry.tip
+        return None if tip is None else self._owner.ledger.tree.get(tip)
+
+    @property
+    def extras(self) -> Extras:
+        """The user's metadata: copied on fork, written with the branch's next change, `flush` or `close`."""
+        return self._entry.extras
+
+    @property
+    def report(self) -> ReuseReport:
+        """What the last operation reused, computed and moved, and why."""
+        return self._entry.state.last_report
+
+    @property
+    def is_hot(self) -> bool:
+        """Whether all KV of the branch is on the device."""
+        return self._entry.state.is_hot
+
+    @property
+    def text(self) -> str:
+        """The branch's text, for people; "" without a tokenizer. Ids are the truth: text is never fed."""
+        return self._owner.adapter.decode(self.tokens)
+
+    def append(self, content: str | Iterable[int]) -> None:
+        """Add text or token ids at the end. Costs no computation: the model is fed when logits or a checkpoint need it.
+
+        Raises:
+            InvalidInputError: An id is not in the vocabulary, or there is no tokenizer for text.
+        """
+        with self._owner.using(self._entry):
+            tokens = self._read(content)
+            self._entry.state.tokens.extend(tokens)
+            self._write()
+
+    def forward(self, tokens: Iterable[int] = ()) -> Tensor:
+        """Feed `tokens`, after what is pending; return the logits `[len(tokens), V]` of every one of them.
+
+        With no tokens, return the logits `[1, V]` of the branch's last token, feeding at most that one.
+
+        Raises:
+            InvalidInputError: An id is not in the vocabulary, or the branch is empty and nothing was given.
+            CapacityError: The branch does not fit the device budget; it is unchanged.
+        """
+        with self._owner.using(self._entry):
+            logits = self._entry.state.forward(self._read(tokens))
+            self._write()
+            return logits
+
+    def generate(self, **options: object) -> Generation:
+        """Continue with transformers' generation.
+
+        Args:
+            **options: transformers' own options: max_new_tokens, do_sample, temperature, stop_strings, streamer,
+                generation_config, logits_processor ...; and `seed`, which leaves torch's global generator alone.
+
+        Returns:
+            The new ids as sampled. The last one, which the model was not fed, is pending afterwards.
+
+        Raises:
+            InvalidInputError: The branch is empty, or an option needs more than one branch (beams, assistants).
+        """
+        with self._owner.using(self._entry):
+            if not self.num_tokens:
+                raise InvalidInputError(f"branch {self.name!r} has no tokens to continue; append some first")
+            try:
+                sampled = self._entry.state.generate(dict(options))
+            finally:
+                self._write()
+            return Generation(tuple(sampled), self._owner.adapter.decode(sampled))
+
+    @contextlib.contextmanager
+    def cache(self) -> Iterator[object]:
+        """Give a transformers `Cache` that stands at the tip, for the user's own loop.
+
+        Pass it as `cache=` or `past_key_values=` to the model that the store was opened with, with the next token ids
+        (pending ones first); the branch grows by every token that is fed. It must not be used after the block.
+        """
+        with self._owner.using(self._entry):
+            state = self._entry.state
+            with Operation(state, "cache") as operation:
+                operation.note_load(state.restore())
+                feed = BranchFeed(state)
+                try:
+                    yield self._owner.adapter.cache(feed)
+                finally:
+                    feed.close()
+                    self._write()
+
+    def checkpoint(self, message: str = "", *, extras: Mapping[str, object] | None = None) -> Checkpoint:
+        """Make an immutable point of the branch; durable when it returns.
+
+        Feeds what is pending but for the last token, so that the checkpoint's KV is worth resuming.
+
+        Args:
+            message: What to call it in `log`.
+            extras: Metadata of the checkpoint; by default a copy of the branch's.
+
+        Raises:
+            StorageFullError: The disk has no room; nothing is lost, and it may be tried again.
+            InvalidInputError: The branch is empty.
+        """
+        with self._owner.using(self._entry):
+            if not self.num_tokens:
+                raise InvalidInputError(f"branch {self.name!r} has no tokens, so there is nothing to keep; append some first")
+            self._entry.state.settle(keep=1)
+            self._owner.ledger.note_progress(self._entry)
+            kept = copy_extras(self._entry.extras if extras is None else extras)
+            return self._owner.ledger.commit(self._entry, message=message, extras=kept)
+
+    def rewind(self, to: Checkpoint | str | None = None, *, tokens: int | None = None) -> None:
+        """Move the branch back, to one of its checkpoints or by a number of tokens. Costs microseconds.
+
+        Checkpoints stay where they are: what is cut off can be reached from them.
+
+        Args:
+            to: A checkpoint that the branch passes through: the record, a prefix of its id.
+            tokens: How many tokens to take off the end.
+
+        Raises:
+            InvalidInputError: Neither or both were given, or the branch does not reach back so far.
+            NotFoundError: There is no such checkpoint.
+        """
+        with self._owner.using(self._entry):
+            entry, ledger = self._entry, self._owner.ledger
+            length = self._rewound_length(to, tokens)
+            old = entry.tip
+            tip = old
+            while tip is not None and ledger.tree.get(tip).num_tokens > length:
+                tip = ledger.tree.get(tip).parent_id
+            entry.state.truncate(length)
+            entry.tip = tip
+            ledger.write_branch(entry, ledger.move(entry, "rewind", old, tip))
+
+    def _rewound_length(self, to: Checkpoint | str | None, tokens: int | None) -> int:
+        if (to is None) == (tokens is None):
+            raise InvalidInputError("rewind takes a checkpoint or tokens=, one of them")
+        if tokens is not None:
+            if not 0 <= tokens <= self.num_tokens:
+                raise InvalidInputError(f"branch {self.name!r} has {self.num_tokens:,} tokens; {tokens:,} cannot be taken off")
+            return self.num_tokens - tokens
+        checkpoint = self._owner.resolve(to if to is not None else "")
+        if not self._passes_through(checkpoint.checkpoint_id):
+            raise InvalidInputError(
+                f"branch {self.name!r} does not pass through checkpoint {short(checkpoint.checkpoint_id)}; use "
+                f"fork(name, at=...) to go on from there"
+            )
+        return checkpoint.num_tokens
+
+    def _passes_through(self, checkpoint_id: CheckpointId) -> bool:
+        tip = self._entry.tip
+        lineage = () if tip is None else self._owner.ledger.tree.lineage(tip)
+        return any(checkpoint.checkpoint_id == checkpoint_id for checkpoint in lineage)
+
+    def _read(self, content: str | Iterable[int]) -> list[int]:
+        adapter = self._owner.adapter
+        if isinstance(content, str):
+            return adapter.encode(content, is_first=not self.num_tokens)
+        tokens = [int(token) for token in content]
+        adapter.check_tokens(tokens)
+        return tokens
+
+    def _write(self) -> None:
+        self._owner.ledger.note_progress(self._entry)
+        self._owner.ledger.write_branch(self._entry)

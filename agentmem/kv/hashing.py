@@ -1,0 +1,60 @@
+"""The two names of a block: what its tokens are, and what its bytes are.
+
+Every hash is blake2b-256 over tagged, length-prefixed fields: no two field lists give the same input. Knows nothing of
+storage. On-disk names depend on this file: change a tag and the store's format version must rise.
+"""
+
+import hashlib
+import struct
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+
+from agentmem.ids import BlockDigest, BlockHash, Fingerprint
+
+_BLOCK_TAG = b"agentmem/block/1"
+_DIGEST_TAG = b"agentmem/digest/1"
+
+
+def hash_fields(tag: bytes, fields: Iterable[bytes]) -> bytes:
+    """Return blake2b-256 of `tag` and `fields`, each preceded by its length as u64-le."""
+    state = hashlib.blake2b(digest_size=32)
+    for field in (tag, *fields):
+        state.update(struct.pack("<Q", len(field)))
+        state.update(field)
+    return state.digest()
+
+
+def pack_tokens(tokens: Iterable[int]) -> bytes:
+    """Return token ids as u32-le bytes."""
+    packed = array("I", tokens)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_tokens(data: bytes | memoryview) -> "array[int]":
+    """Return the token ids in u32-le bytes."""
+    tokens = array("I")
+    tokens.frombytes(data)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens
+
+
+def root_hash(fingerprint: Fingerprint, salt: bytes) -> BlockHash:
+    """Return the name of the empty prefix under one model and one tenant: the parent of every first block."""
+    return BlockHash(hash_fields(_BLOCK_TAG, (b"root", fingerprint, salt)))
+
+
+def chain_hash(parent: BlockHash, tokens: Sequence[int]) -> BlockHash:
+    """Return the token name of a block: of its own tokens and, through `parent`, of all tokens before them.
+
+    Source: vLLM's and SGLang's chained block hashes, with full 32-byte digests.
+    """
+    return BlockHash(hash_fields(_BLOCK_TAG, (b"next", parent, pack_tokens(tokens))))
+
+
+def content_digest(block_hash: BlockHash, section_sums: Sequence[bytes]) -> BlockDigest:
+    """Return the byte name of a block: of its token name and the xxh3-128 of each section's raw bytes, in order."""
+    return BlockDigest(hash_fields(_DIGEST_TAG, (block_hash, *section_sums)))

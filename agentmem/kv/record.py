@@ -1,0 +1,172 @@
+"""The stored form of a block, and every check that stands between stored bytes and KV.
+
+Knows nothing of where records are kept.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import xxhash
+from torch import Tensor
+
+from agentmem.errors import CorruptionError, InvalidInputError, SpecMismatchError
+from agentmem.ids import BlockDigest, BlockHash, Fingerprint
+from agentmem.kv.codec import CodecId, Part, as_words, decode_section, encode_section
+from agentmem.kv.hashing import content_digest
+from agentmem.kv.header import RecordMeta, SectionMeta, pack_meta, payload_layout, unpack_meta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One block, ready to be stored.
+
+    Attributes:
+        digest: Byte name of the block.
+        block_hash: Token name of the block.
+        data: The stored bytes.
+        raw_nbytes: Bytes of the decoded KV.
+        num_tokens: T.
+        codec_ids: How each section is coded.
+    """
+
+    digest: BlockDigest
+    block_hash: BlockHash
+    data: bytes
+    raw_nbytes: int
+    num_tokens: int
+    codec_ids: tuple[CodecId, ...]
+
+
+def pack(
+    sections: Sequence[Tensor],
+    *,
+    block_hash: BlockHash,
+    fingerprint: Fingerprint,
+    start: int,
+    codec: str = "lossless",
+    rope: str = "",
+) -> Record:
+    """Code a block's sections, each `[L, H, T, D]` on the CPU with any strides, into a record that owns its bytes.
+
+    Raises:
+        InvalidInputError: `codec` is unknown, there is nothing to store, or KV is not on the CPU.
+        SpecMismatchError: The sections differ in dtype or number of tokens, or cannot be stored.
+    """
+    dtype, num_tokens = _common_form(sections)
+    sums = section_sums(sections)
+    coded = [encode_section(section, codec) for section in sections]
+    meta = RecordMeta(
+        block_hash=block_hash,
+        digest=content_digest(block_hash, sums),
+        fingerprint=fingerprint,
+        start=start,
+        num_tokens=num_tokens,
+        dtype=dtype,
+        rope=rope,
+        sections=tuple(
+            SectionMeta(shape=tuple(section.shape), codec_id=codec_id, sum=xxh3, part_nbytes=tuple(map(len, parts)))
+            for section, (codec_id, parts), xxh3 in zip(sections, coded, sums, strict=True)
+        ),
+    )
+    return Record(
+        digest=meta.digest,
+        block_hash=block_hash,
+        data=_join(meta, [parts for _, parts in coded]),
+        raw_nbytes=meta.raw_nbytes,
+        num_tokens=num_tokens,
+        codec_ids=tuple(codec_id for codec_id, _ in coded),
+    )
+
+
+def unpack(data: bytes | memoryview, out: Sequence[Tensor]) -> RecordMeta:
+    """Decode a record into `out`, the block's sections `[L, H, T, D]` with any strides, and verify all of it.
+
+    Verified are the header, the metadata, every length, each section's sum over the decoded bytes, and that the sums
+    give the digest that the record claims; the caller checks that this is the digest it asked for. After an error `out`
+    holds neither the old values nor the new ones.
+
+    Raises:
+        CorruptionError: The bytes are damaged; the message names the block and what failed.
+        FormatVersionError: The record was written in a format that this version does not read.
+        InvalidInputError: `out` is not on the CPU.
+        SpecMismatchError: `out` does not have the record's shapes and dtype.
+    """
+    meta, payload = unpack_meta(memoryview(data).cast("B"))
+    _check_fits(meta, out)
+    if content_digest(meta.block_hash, meta.sums) != meta.digest:
+        raise CorruptionError(f"block {meta.digest.hex()}: its section sums do not give its digest")
+    layout, _ = payload_layout(meta)
+    for number, (section, slices, target) in enumerate(zip(meta.sections, layout, out, strict=True)):
+        try:
+            decode_section(section.codec_id, [payload[part] for part in slices], target)
+        except CorruptionError as error:
+            raise CorruptionError(f"block {meta.digest.hex()}: section {number}: {error}") from error
+        if section_sum(target) != section.sum:
+            raise CorruptionError(f"block {meta.digest.hex()}: section {number}: its decoded bytes fail their checksum")
+    return meta
+
+
+def read_meta(data: bytes | memoryview) -> RecordMeta:
+    """Return a record's metadata, verified, without decoding its sections.
+
+    Raises:
+        CorruptionError: The header, the metadata or a length is damaged.
+        FormatVersionError: The record was written in a format that this version does not read.
+    """
+    return unpack_meta(memoryview(data).cast("B"))[0]
+
+
+def section_sums(sections: Sequence[Tensor]) -> list[bytes]:
+    """Return the xxh3-128 of each section's raw bytes in `[L, H, T, D]` order, 16 bytes each, without a large copy."""
+    return [section_sum(section) for section in sections]
+
+
+def section_sum(section: Tensor) -> bytes:
+    """Return the xxh3-128 of one section's raw bytes in `[L, H, T, D]` order; any strides.
+
+    Raises:
+        InvalidInputError: The section is not on the CPU.
+        SpecMismatchError: The section's dtype or number of dimensions cannot be stored.
+    """
+    words = as_words(section)
+    if words.flags.c_contiguous:
+        return xxhash.xxh3_128(words.data).digest()
+    state = xxhash.xxh3_128()
+    is_head_contiguous = words[0, 0].flags.c_contiguous
+    for layer in words:
+        for head in layer:
+            state.update(head if is_head_contiguous else head.tobytes())
+    return state.digest()
+
+
+def _common_form(sections: Sequence[Tensor]) -> tuple[str, int]:
+    """Return dtype and number of tokens that all sections have."""
+    forms = {(_dtype_name(section), section.shape[2]) for section in sections if section.dim() == 4}
+    if len(forms) > 1 or any(section.dim() != 4 for section in sections):
+        found = [(_dtype_name(section), tuple(section.shape)) for section in sections]
+        raise SpecMismatchError(f"sections of a block must be [L, H, T, D] of one dtype and one T; found {found}")
+    if not forms or (form := forms.pop())[1] == 0:
+        raise InvalidInputError("a block needs at least one section and one token; found none")
+    return form
+
+
+def _check_fits(meta: RecordMeta, out: Sequence[Tensor]) -> None:
+    wanted = [(meta.dtype, section.shape) for section in meta.sections]
+    found = [(_dtype_name(target), tuple(target.shape)) for target in out]
+    if wanted != found:
+        raise SpecMismatchError(f"block {meta.digest.hex()} holds {wanted}; it was to be decoded into {found}")
+
+
+def _dtype_name(section: Tensor) -> str:
+    return str(section.dtype).removeprefix("torch.")
+
+
+def _join(meta: RecordMeta, coded: Sequence[Sequence[Part]]) -> bytes:
+    """Return head and payload as one bytes object; copies each part once."""
+    pieces: list[Part] = [pack_meta(meta)]
+    position = 0
+    for slices, parts in zip(payload_layout(meta)[0], coded, strict=True):
+        for place, part in zip(slices, parts, strict=True):
+            pieces += [bytes(place.start - position), part]
+            position = place.stop
+    return b"".join(pieces)

@@ -1,0 +1,371 @@
+"""One session's records: its checkpoints, and what is written of its branches.
+
+Joins the tree in memory, the catalog on disk and the states that checkpoints stand for. Knows nothing of locks or of the
+user's handles.
+"""
+
+import dataclasses
+import logging
+import time
+from array import array
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from agentmem._lmdb import Environment, Level, WriteTransaction
+from agentmem.errors import NotFoundError
+from agentmem.extras import Extras, copy_extras
+from agentmem.ids import CheckpointId, new_checkpoint_id
+from agentmem.kv.hashing import pack_tokens, unpack_tokens
+from agentmem.runtime import Runtime
+from agentmem.state import BranchState
+from agentmem.stats import Reason
+from agentmem.tiers.blockstore import SealedBlock
+from agentmem.tiers.device import Workspace
+from agentmem.tree.catalog import Catalog
+from agentmem.tree.checkpoint import BlockRef, BranchRecord, Checkpoint, Move, SessionRecord
+from agentmem.tree.trail import Trail
+from agentmem.tree.tree import SessionTree
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class BranchEntry:
+    """What is written of a branch.
+
+    Attributes:
+        state: Its tokens and KV.
+        tip: The checkpoint it points at; None before the first.
+        extras: The user's metadata.
+        created_s: Unix time.
+    """
+
+    state: BranchState
+    tip: CheckpointId | None
+    extras: Extras
+    created_s: float
+
+    @property
+    def name(self) -> str:
+        """The branch's name."""
+        return self.state.name
+
+
+class Ledger:
+    """The records of one session.
+
+    Attributes:
+        record: The session.
+        tree: Its checkpoints.
+        workspace: The session's buffer on the device.
+    """
+
+    def __init__(
+        self, runtime: Runtime, environment: Environment, catalog: Catalog, record: SessionRecord, tree: SessionTree
+    ) -> None:
+        """Keep the records of the session `record`, whose stored checkpoints are in `tree`."""
+        self.record = record
+        self.tree = tree
+        self.workspace = Workspace(runtime.device)
+        self._runtime = runtime
+        self._environment = environment
+        self._catalog = catalog
+        self._states: dict[CheckpointId, BranchState] = {}
+
+    # -- states
+
+    def new_state(self, name: str) -> BranchState:
+        """Return the state of a branch without tokens."""
+        return BranchState(self._runtime, self.workspace, name)
+
+    def state_of(self, checkpoint_id: CheckpointId) -> BranchState:
+        """Return the state that a checkpoint stands for; fork it before changing it."""
+        missing: list[Checkpoint] = []
+        for checkpoint in self.tree.lineage(checkpoint_id):
+            if checkpoint.checkpoint_id in self._states:
+                break
+            missing.append(checkpoint)
+        for checkpoint in reversed(missing):
+            self._states[checkpoint.checkpoint_id] = self._build(checkpoint)
+        return self._states[checkpoint_id]
+
+    def warm_up(self, entry: BranchEntry) -> None:
+        """Let a branch take over what its checkpoints have computed, or have on the device, and it has not."""
+        if entry.tip is None:
+            return
+        entry.state.adopt(self.state_of(entry.tip))
+        for checkpoint in self.tree.lineage(entry.tip):
+            if entry.state.is_hot:
+                return
+            state = self._states.get(checkpoint.checkpoint_id)
+            if state is not None:
+                entry.state.adopt_cursor(state)
+
+    def note_progress(self, entry: BranchEntry) -> None:
+        """Let the checkpoints of a branch know what the branch has computed, or has on the device, of their tokens."""
+        if entry.tip is None:
+            return
+        for checkpoint in self.tree.lineage(entry.tip):
+            state = self._states.get(checkpoint.checkpoint_id)
+            if state is None:
+                continue
+            if state.num_computed < min(len(state.tokens), entry.state.num_computed):
+                self._states[checkpoint.checkpoint_id] = state = entry.state.fork(state.name)
+                state.truncate(checkpoint.num_tokens)
+            elif state.cursor.length < state.num_computed:
+                state.adopt_cursor(entry.state)
+            else:
+                return
+
+    def cool_all_but(self, kept: Iterable[BranchEntry]) -> None:
+        """Let the device forget the checkpoints that none of the branches in `kept` passes through."""
+        names = {c.checkpoint_id for entry in kept if entry.tip is not None for c in self.tree.lineage(entry.tip)}
+        for checkpoint_id in self._states.keys() - names:
+            if self.tree.get(checkpoint_id).has_kv:
+                del self._states[checkpoint_id]  # its record says how to make it again
+            elif self._states[checkpoint_id].cursor.length:
+                self.save_kv(self._states[checkpoint_id])
+                self._states[checkpoint_id].cool()
+
+    def save_kv(self, state: BranchState) -> None:
+        """Hand all of a state's KV to the disk's writer, its tail included."""
+        state.save_tail()
+        self._runtime.blocks.save(state.saved_blocks())
+
+    def demote(self, state: BranchState) -> None:
+        """Save a state's KV, keep a copy in the host tier as far as there is room, and let the device forget it."""
+        self.save_kv(state)
+        self._runtime.blocks.demote(state.saved_blocks(), self.workspace, state.cursor)
+        state.cool()
+
+    def close(self) -> None:
+        """Give the device back, and what is held in memory of the session."""
+        self._states.clear()
+        self.workspace.clear()
+        self._catalog.forget(self.record.session_id)
+
+    # -- writing
+
+    def write_session(self) -> None:
+        """Queue the session's record."""
+        record = self.record = dataclasses.replace(self.record, updated_s=time.time())
+        self._environment.submit(lambda txn: self._catalog.put_session(txn, record), level=Level.QUEUED)
+
+    def activate(self, name: str) -> None:
+        """Make a branch the active one, and queue that."""
+        self.record = dataclasses.replace(self.record, active_branch=name)
+        self.write_session()
+
+    def write_branch(self, entry: BranchEntry, move: Move | None = None) -> Future[None]:
+        """Queue a branch's record. Costs microseconds: the writer serialises a snapshot."""
+        return self._catalog.submit_branch(
+            self.record.session_id, self.branch_record(entry), entry.state.tokens.fork(), self.tip_length(entry), move=move
+        )
+
+    def remove_branch(self, entry: BranchEntry) -> None:
+        """Queue the removal of a branch's record."""
+        move = self.move(entry, "drop", entry.tip, None)
+
+        def operation(txn: WriteTransaction) -> None:
+            self._catalog.remove_branch(txn, self.record.session_id, entry.name)
+            self._catalog.record_move(txn, self.record.session_id, move)
+
+        self._environment.submit(operation, level=Level.QUEUED)
+
+    def mark(self, entry: BranchEntry) -> Checkpoint:
+        """Make an automatic checkpoint of the branch's tokens, in microseconds: its KV is attached later."""
+        state = entry.state
+        parent_length = self.tip_length(entry)
+        checkpoint = Checkpoint(
+            checkpoint_id=new_checkpoint_id(),
+            session_id=self.record.session_id,
+            parent_id=entry.tip,
+            num_tokens=len(state.tokens),
+            tokens=pack_tokens(state.tokens.slice(parent_length)),
+            num_pending=state.num_pending,
+            fingerprint=self._runtime.adapter.fingerprint,
+            is_auto=True,
+            has_kv=False,
+            created_s=time.time(),
+        )
+        self._environment.submit(lambda txn: self._put(txn, checkpoint), level=Level.QUEUED)
+        self._enter(checkpoint, entry)
+        return checkpoint
+
+    def commit(self, entry: BranchEntry, *, message: str, extras: Extras, is_auto: bool = False) -> Checkpoint:
+        """Make a checkpoint of the branch, with its KV, and return when it is on disk for good.
+
+        Checkpoints before it that have no KV yet get theirs in the same transaction.
+
+        Raises:
+            StorageFullError: The disk has no room; the branch is unchanged, and may be committed later.
+            ReadOnlyError: The store cannot be written any more.
+        """
+        state = entry.state
+        saved: list[SealedBlock] = []
+        records = [self._attached(checkpoint, self.state_of(checkpoint.checkpoint_id), saved) for checkpoint in self._without_kv(entry.tip)]
+        fresh = Checkpoint(
+            checkpoint_id=new_checkpoint_id(),
+            session_id=self.record.session_id,
+            parent_id=entry.tip,
+            num_tokens=len(state.tokens),
+            tokens=pack_tokens(state.tokens.slice(self.tip_length(entry))),
+            fingerprint=self._runtime.adapter.fingerprint,
+            message=message,
+            extras=extras,
+            is_auto=is_auto,
+            created_s=time.time(),
+        )
+        checkpoint = self._attached(fresh, state, saved)
+        self._write_durably([*records, checkpoint], saved, entry)
+        for record in records:
+            self.tree.add(record)
+        self._enter(checkpoint, entry)
+        return checkpoint
+
+    def attach_kv(self, entry: BranchEntry) -> None:
+        """Give the checkpoints up to the branch's tip that have no KV yet theirs, durably."""
+        saved: list[SealedBlock] = []
+        records = [self._attached(checkpoint, self.state_of(checkpoint.checkpoint_id), saved) for checkpoint in self._without_kv(entry.tip)]
+        if records:
+            self._write_durably(records, saved, None)
+        for record in records:
+            self.tree.add(record)
+
+    def move(self, entry: BranchEntry, operation: str, old: CheckpointId | None, new: CheckpointId | None) -> Move:
+        """Return a row for the reflog."""
+        return Move(branch=entry.name, operation=operation, old=old, new=new, time_s=time.time())
+
+    def tip_length(self, entry: BranchEntry) -> int:
+        """Return the tokens up to the branch's tip."""
+        return 0 if entry.tip is None else self.tree.get(entry.tip).num_tokens
+
+    # -- inside
+
+    def _build(self, checkpoint: Checkpoint) -> BranchState:
+        """Make the state of a stored checkpoint whose parent's state is known."""
+        runtime = self._runtime
+        parent = None if checkpoint.parent_id is None else self._states[checkpoint.parent_id]
+        state = self.new_state(checkpoint.message) if parent is None else parent.fork(checkpoint.message)
+        state.tokens.extend(unpack_tokens(checkpoint.tokens))
+        num_fed = checkpoint.num_tokens - checkpoint.num_pending
+        if checkpoint.fingerprint != runtime.adapter.fingerprint:
+            _forget(state, Reason.FOREIGN_MODEL, num_fed)
+        elif not checkpoint.has_kv:
+            state.loss, state.lost_stop = Reason.NOT_SAVED, max(state.lost_stop, num_fed)
+        elif checkpoint.first_block > len(state.blocks):
+            _forget(state, Reason.MISSING, num_fed)
+        else:
+            self._name_blocks(state, checkpoint)
+        return state
+
+    def _name_blocks(self, state: BranchState, checkpoint: Checkpoint) -> None:
+        size, blocks = self._runtime.adapter.spec.block_size, self._runtime.blocks
+        first = checkpoint.first_block
+        if first < len(state.blocks):
+            state.truncate_kv(first * size)
+        state.blocks.extend(
+            blocks.known(ref.block_hash, (first + index) * size, (first + index + 1) * size, ref.digest)
+            for index, ref in enumerate(checkpoint.blocks)
+        )
+        start, num_fed = len(state.blocks) * size, checkpoint.num_tokens - checkpoint.num_pending
+        tail = checkpoint.tail
+        state.tail = None if tail is None else blocks.known(tail.block_hash, start, num_fed, tail.digest)
+        state.num_computed = num_fed if tail is not None else min(start, num_fed)
+        state.loss = Reason.COMPLETE
+
+    def _without_kv(self, tip: CheckpointId | None) -> list[Checkpoint]:
+        """Return the checkpoints from `tip` up that have no KV yet and could get it, oldest first."""
+        found: list[Checkpoint] = []
+        for checkpoint in self.tree.lineage(tip) if tip is not None else ():
+            if checkpoint.has_kv or checkpoint.fingerprint != self._runtime.adapter.fingerprint:
+                break
+            found.append(checkpoint)
+        return found[::-1]
+
+    def _attached(self, checkpoint: Checkpoint, state: BranchState, saved: list[SealedBlock]) -> Checkpoint:
+        """Return the checkpoint's record with the names of its KV, as far as there is any; add the blocks to `saved`."""
+        self.save_kv(state)
+        tail = state.save_tail()
+        parent = None if checkpoint.parent_id is None else self.state_of(checkpoint.parent_id)
+        first = 0 if parent is None else state.blocks.common_prefix(parent.blocks)
+        own = state.blocks.slice(first)
+        saved.extend([*own, *([] if tail is None else [tail])])
+        num_saved = state.num_computed if tail is not None else len(state.blocks) * state.spec.block_size
+        return dataclasses.replace(
+            checkpoint,
+            first_block=first,
+            blocks=tuple(_ref(block) for block in own),
+            tail=None if tail is None else _ref(tail),
+            num_pending=checkpoint.num_tokens - num_saved,
+            has_kv=True,
+        )
+
+    def _write_durably(self, checkpoints: list[Checkpoint], saved: list[SealedBlock], entry: BranchEntry | None) -> None:
+        """Write checkpoints, and the branch that the last one is the new tip of, all or none."""
+        session_id = self.record.session_id
+
+        def operation(txn: WriteTransaction) -> None:
+            for checkpoint in checkpoints:
+                self._put(txn, checkpoint)
+            if entry is not None:
+                tip = checkpoints[-1]
+                record = dataclasses.replace(self.branch_record(entry), tip=tip.checkpoint_id)
+                self._catalog.put_branch(txn, session_id, record, entry.state.tokens, tip.num_tokens)
+                self._catalog.record_move(txn, session_id, self.move(entry, "checkpoint", entry.tip, tip.checkpoint_id))
+
+        try:
+            self._environment.submit(operation, level=Level.DURABLE).result()
+        except NotFoundError:
+            self._runtime.blocks.raise_failures(saved)  # why a block did not reach the disk
+            raise
+
+    def _put(self, txn: WriteTransaction, checkpoint: Checkpoint) -> None:
+        disk = self._runtime.blocks.disk
+        old = self._catalog.put_checkpoint(txn, checkpoint)
+        disk.retain(txn, checkpoint.digests())
+        if old is not None:
+            disk.release(txn, old.digests())
+
+    def _enter(self, checkpoint: Checkpoint, entry: BranchEntry) -> None:
+        self.tree.add(checkpoint)
+        self._states[checkpoint.checkpoint_id] = entry.state.fork(checkpoint.message)
+        entry.tip = checkpoint.checkpoint_id
+
+    def branch_record(self, entry: BranchEntry) -> BranchRecord:
+        """Return what is stored of a branch, but for its open tokens."""
+        return BranchRecord(
+            name=entry.name,
+            tip=entry.tip,
+            num_pending=entry.state.num_pending,
+            num_open=len(entry.state.tokens) - self.tip_length(entry),
+            extras=copy_extras(entry.extras),
+            created_s=entry.created_s,
+            updated_s=time.time(),
+        )
+
+
+def restore_entry(ledger: Ledger, record: BranchRecord, open_tokens: "array[int]") -> BranchEntry:
+    """Return a stored branch, cold, with the tokens after its tip."""
+    state = ledger.new_state(record.name) if record.tip is None else ledger.state_of(record.tip).fork(record.name)
+    state.tokens.extend(open_tokens)
+    num_fed = len(state.tokens) - record.num_pending
+    if num_fed > state.num_computed and state.loss is Reason.COMPLETE:
+        state.loss = Reason.NOT_SAVED
+    state.lost_stop = max(state.lost_stop, num_fed)
+    return BranchEntry(state, record.tip, dict(record.extras), record.created_s)
+
+
+def _forget(state: BranchState, reason: Reason, num_fed: int) -> None:
+    """Make a state of tokens alone; `reason` says why there is no KV."""
+    state.cool()
+    state.blocks, state.tail, state.num_computed = Trail([]), None, 0
+    state.loss, state.lost_stop = reason, num_fed
+
+
+def _ref(block: SealedBlock) -> BlockRef:
+    if block.digest is None:
+        raise RuntimeError(f"block [{block.start}, {block.stop}) was not saved before its checkpoint")
+    return BlockRef(block.block_hash, block.digest)
+

@@ -1,0 +1,354 @@
+"""A session: the branches of one agent's work, one of them active."""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from torch import Tensor
+
+from agentmem.adapter import Adapter
+from agentmem.branch import Branch, BranchOwner, Generation
+from agentmem.errors import AlreadyExistsError, ClosedError, InvalidInputError, NotFoundError
+from agentmem.extras import copy_extras
+from agentmem.ledger import BranchEntry, Ledger
+from agentmem.stats import ReuseReport
+from agentmem.tiers.policy import Candidate
+from agentmem.tree.checkpoint import BranchRecord, Checkpoint, check_name
+from agentmem.tree.render import render
+
+logger = logging.getLogger(__name__)
+
+MAIN = "main"
+"""The name of a new session's first branch."""
+
+
+class Session(BranchOwner):
+    """All branches of one agent's work. Verbs act on the active branch, or on `branch=`.
+
+    One thread at a time works on a session: others wait. Several sessions may be used from several threads.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        adapter: Adapter,
+        entries: Iterable[BranchEntry],
+        *,
+        check_open: Callable[[], None],
+        tick: Callable[[], int],
+    ) -> None:
+        """Serve the stored branches `entries`; made by the store.
+
+        Args:
+            ledger: The session's records.
+            adapter: The model.
+            entries: Its branches.
+            check_open: Raises when the store cannot be used any more.
+            tick: Gives a number that grows with each use, over all sessions.
+        """
+        self.ledger = ledger
+        self.adapter = adapter
+        self._entries = {entry.name: entry for entry in entries} or {MAIN: _first_branch(ledger)}
+        is_known = ledger.record.active_branch in self._entries
+        self._active = ledger.record.active_branch if is_known else next(iter(self._entries))
+        self._check_open = check_open
+        self._tick = tick
+        self._last_used: dict[str, int] = {}
+        self._in_use: BranchEntry | None = None
+        self._lock = threading.RLock()
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        return f"<Session {self.name!r}: {len(self._entries)} branches, active {self._active!r}>"
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    # -- what there is
+
+    @property
+    def name(self) -> str:
+        """The session's name."""
+        return self.ledger.record.name
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the session was closed; the store resumes it again."""
+        return self._is_closed
+
+    @property
+    def active(self) -> Branch:
+        """The branch that verbs act on by default."""
+        return self.branch(self._active)
+
+    @property
+    def branches(self) -> list[str]:
+        """The names of the branches, oldest first."""
+        return [entry.name for entry in sorted(self._entries.values(), key=lambda entry: entry.created_s)]
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """The session's checkpoints, oldest first, with those that no branch reaches until gc takes them."""
+        return sorted(self.ledger.tree, key=lambda checkpoint: checkpoint.created_s)
+
+    @property
+    def report(self) -> ReuseReport:
+        """What the active branch's last operation reused, computed and moved, and why."""
+        return self.active.report
+
+    def branch(self, name: str) -> Branch:
+        """Return a branch by name.
+
+        Raises:
+            NotFoundError: The session has no such branch; lists those it has.
+        """
+        return Branch(self, self._entry(name))
+
+    def resolve(self, checkpoint: Checkpoint | str) -> Checkpoint:
+        """Return a checkpoint by its record, a prefix of its id, or the name of a branch whose tip it is.
+
+        Raises:
+            NotFoundError: There is none.
+            InvalidInputError: The prefix fits several.
+        """
+        if isinstance(checkpoint, Checkpoint):
+            return self.ledger.tree.get(checkpoint.checkpoint_id)
+        return self.ledger.tree.resolve(checkpoint, {name: entry.tip for name, entry in self._entries.items()})
+
+    def log(self) -> str:
+        """Return the tree as text: who forked where, tokens own and total, tier, score."""
+        records = [self.ledger.branch_record(entry) for entry in self._entries.values()]
+        notes = {entry.name: self._note(entry) for entry in self._entries.values()}
+        return render(self.ledger.tree, title=self.name, branches=records, active=self._active, notes=notes)
+
+    # -- verbs of the active branch, or of `branch=`
+
+    def append(self, content: str | Iterable[int], *, branch: str | None = None) -> None:
+        """Add text or token ids at the end of a branch (see `Branch.append`)."""
+        self._chosen(branch).append(content)
+
+    def forward(self, tokens: Iterable[int] = (), *, branch: str | None = None) -> Tensor:
+        """Feed tokens; return the logits `[T, V]` of each (see `Branch.forward`)."""
+        return self._chosen(branch).forward(tokens)
+
+    def generate(self, *, branch: str | None = None, **options: object) -> Generation:
+        """Continue a branch with the model's generation (see `Branch.generate`)."""
+        return self._chosen(branch).generate(**options)
+
+    def checkpoint(
+        self, message: str = "", *, extras: Mapping[str, object] | None = None, branch: str | None = None
+    ) -> Checkpoint:
+        """Make an immutable, durable point of a branch (see `Branch.checkpoint`)."""
+        return self._chosen(branch).checkpoint(message, extras=extras)
+
+    def rewind(
+        self, to: Checkpoint | str | None = None, *, tokens: int | None = None, branch: str | None = None
+    ) -> None:
+        """Move a branch back (see `Branch.rewind`)."""
+        self._chosen(branch).rewind(to, tokens=tokens)
+
+    def cache(self, *, branch: str | None = None) -> contextlib.AbstractContextManager[object]:
+        """Give a transformers `Cache` at a branch's tip (see `Branch.cache`)."""
+        return self._chosen(branch).cache()
+
+    # -- verbs of the tree
+
+    def fork(self, name: str, *, at: Checkpoint | str | None = None, branch: str | None = None) -> Branch:
+        """Make a branch at a checkpoint, or where a branch stands now. Microseconds; no KV is copied.
+
+        A branch with tokens after its tip is given an automatic checkpoint there, so that both share them.
+
+        Args:
+            name: The new branch's name.
+            at: A checkpoint: the record, a prefix of its id, or the name of a branch whose tip it is.
+            branch: The branch to fork where it stands; by default the active one. Not together with `at`.
+
+        Raises:
+            AlreadyExistsError: The name is taken.
+            NotFoundError: There is no such checkpoint or branch.
+        """
+        if at is not None and branch is not None:
+            raise InvalidInputError("fork takes at= (a checkpoint) or branch= (where it stands now), not both")
+        check_name("branch", name)
+        with self._guarded():
+            if name in self._entries:
+                raise AlreadyExistsError(f"session {self.name!r} has a branch {name!r} already; choose another name")
+            entry = self._fork_here(name, branch) if at is None else self._fork_at(name, self.resolve(at))
+            self._entries[name] = entry
+            self._last_used[name] = self._tick()
+            self.ledger.write_branch(entry, self.ledger.move(entry, "fork", None, entry.tip))
+            return Branch(self, entry)
+
+    def switch(self, name: str) -> Branch:
+        """Make a branch the active one and bring its KV onto the device: only what is not there already.
+
+        What cannot be had is reported, and computed when it is next needed.
+
+        Raises:
+            NotFoundError: The session has no such branch.
+            CapacityError: The branch does not fit the device budget; the active branch stays what it was.
+        """
+        entry = self._entry(name)
+        self._make_hot(entry, "switch")
+        with self._guarded():
+            if name != self._active:
+                old = self._entries[self._active].tip
+                self._active = name
+                self.ledger.activate(name)
+                self.ledger.write_branch(entry, self.ledger.move(entry, "switch", old, entry.tip))
+        return Branch(self, entry)
+
+    def drop(self, name: str) -> None:
+        """Remove a branch. Its checkpoints can be forked by id until gc's grace has passed.
+
+        Raises:
+            NotFoundError: The session has no such branch.
+            InvalidInputError: It is the active one.
+        """
+        with self._guarded():
+            entry = self._entry(name)
+            if name == self._active:
+                raise InvalidInputError(f"branch {name!r} is the active one; switch to another before dropping it")
+            del self._entries[name]
+            self._last_used.pop(name, None)
+            self.ledger.remove_branch(entry)
+            entry.state.cool()
+            self.ledger.cool_all_but(self._entries.values())
+
+    # -- saving
+
+    def flush(self) -> None:
+        """Queue the records of all branches, metadata included. `Store.flush` waits for them."""
+        with self._guarded():
+            for entry in self._entries.values():
+                self.ledger.write_branch(entry)
+
+    def close(self) -> None:
+        """Make everything durable, KV included, with automatic checkpoints, and give the device back."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._check_open()
+            try:
+                self.flush()
+                for entry in self._entries.values():
+                    self._save(entry)
+            finally:
+                self._is_closed = True
+                self._release()
+
+    def candidates(self, *, is_current: bool) -> list[Candidate[tuple["Session", str]]]:
+        """List the branches with KV on the device.
+
+        The one in use is pinned, and the active one of the session that is working (`is_current`).
+        """
+        return [
+            Candidate(
+                key=(self, entry.name),
+                last_used=self._last_used.get(entry.name, 0),
+                is_pinned=entry is self._in_use or (is_current and entry.name == self._active),
+            )
+            for entry in self._entries.values()
+            if entry.state.cursor.length
+        ]
+
+    def evict(self, name: str) -> bool:
+        """Save a branch's KV to host and disk and let the device forget it; return False when the session is busy."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            entry = self._entries.get(name)
+            if entry is None or entry is self._in_use:
+                return False
+            self.ledger.demote(entry.state)
+            hot = [other for other in self._entries.values() if other.state.cursor.length]
+            self.ledger.cool_all_but(hot)
+            if not hot and self._in_use is None:
+                self.ledger.workspace.clear()
+            return True
+        finally:
+            self._lock.release()
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether an operation of the session is running."""
+        return self._in_use is not None
+
+    @contextlib.contextmanager
+    def using(self, entry: BranchEntry) -> Iterator[None]:
+        """Keep other threads out and the branch on the device, while an operation runs."""
+        with self._guarded():
+            if self._entries.get(entry.name) is not entry:
+                raise ClosedError(f"branch {entry.name!r} was dropped from session {self.name!r}; this handle is of no use")
+            before, self._in_use = self._in_use, entry
+            self._last_used[entry.name] = self._tick()
+            try:
+                self.ledger.warm_up(entry)
+                yield
+            finally:
+                self._in_use = before
+
+    # -- inside
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        with self._lock:
+            self._check_open()
+            if self._is_closed:
+                raise ClosedError(f"session {self.name!r} is closed; resume it from the store")
+            yield
+
+    def _entry(self, name: str) -> BranchEntry:
+        entry = self._entries.get(name)
+        if entry is None:
+            raise NotFoundError(f"session {self.name!r} has no branch {name!r}; it has {', '.join(self.branches)}")
+        return entry
+
+    def _chosen(self, name: str | None) -> Branch:
+        return self.branch(self._active if name is None else name)
+
+    def _make_hot(self, entry: BranchEntry, operation: str) -> None:
+        with self.using(entry):
+            entry.state.make_hot(operation)
+            self.ledger.note_progress(entry)
+
+    def _fork_here(self, name: str, branch: str | None) -> BranchEntry:
+        source = self._entry(self._active if branch is None else branch)
+        if len(source.state.tokens) > self.ledger.tip_length(source):
+            self.ledger.mark(source)
+        return BranchEntry(source.state.fork(name), source.tip, copy_extras(source.extras), time.time())
+
+    def _fork_at(self, name: str, checkpoint: Checkpoint) -> BranchEntry:
+        state = self.ledger.state_of(checkpoint.checkpoint_id).fork(name)
+        return BranchEntry(state, checkpoint.checkpoint_id, copy_extras(checkpoint.extras), time.time())
+
+    def _save(self, entry: BranchEntry) -> None:
+        """Give a branch, and the checkpoints below it, a durable checkpoint of all its KV, if they lack one."""
+        self.ledger.warm_up(entry)
+        if len(entry.state.tokens) > self.ledger.tip_length(entry):
+            self.ledger.commit(entry, message="", extras=copy_extras(entry.extras), is_auto=True)
+        else:
+            self.ledger.attach_kv(entry)
+
+    def _release(self) -> None:
+        for entry in self._entries.values():
+            entry.state.cool()
+        self.ledger.close()
+
+    def _note(self, entry: BranchEntry) -> str:
+        state, score = entry.state, entry.extras.get("score")
+        tier = "tokens" if not state.num_computed else "device" if state.is_hot else "disk"
+        return tier if score is None else f"{tier}  score={score:.4g}" if isinstance(score, int | float) else tier
+
+
+
+def _first_branch(ledger: Ledger) -> BranchEntry:
+    """Make the empty branch that a new session starts with, and queue its record."""
+    entry = BranchEntry(ledger.new_state(MAIN), None, {}, time.time())
+    ledger.write_branch(entry, ledger.move(entry, "create", None, None))
+    return entry

@@ -1,0 +1,267 @@
+"""An open store with a model: create and resume sessions, hold the budgets, save everything."""
+
+import dataclasses
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+
+from agentmem._lmdb import Environment, Level, WriteTransaction
+from agentmem.adapter import Adapter
+from agentmem.config import Config
+from agentmem.errors import AlreadyExistsError, ClosedError
+from agentmem.extras import copy_extras
+from agentmem.ids import new_session_id
+from agentmem.kv.hashing import root_hash
+from agentmem.ledger import Ledger, restore_entry
+from agentmem.runtime import Runtime
+from agentmem.session import MAIN, Session
+from agentmem.stats import Counters
+from agentmem.tiers.blockstore import BlockStore
+from agentmem.tiers.device import DeviceTier
+from agentmem.tiers.disk import DiskTier
+from agentmem.tiers.host import HostTier
+from agentmem.tiers.policy import eviction_order
+from agentmem.tree.checkpoint import SessionRecord, check_name
+from agentmem.tree.tree import SessionTree
+from agentmem.view import StoreView
+
+logger = logging.getLogger(__name__)
+
+
+class Store(StoreView):
+    """A store that is open with a model. Thread-safe; at most one is open on a directory, in all processes."""
+
+    def __init__(self, environment: Environment, adapter: Adapter, config: Config) -> None:
+        """Own an open environment; use `agentmem.open`."""
+        super().__init__(environment, config)
+        self._runtime = _make_runtime(environment, adapter, config)
+        self._runtime.device.make_room = self._make_room
+        self._sessions: dict[str, Session] = {}
+        self._lock = threading.RLock()
+        self._clock = itertools.count(1)
+        self._is_closed = False
+
+    @classmethod
+    def open(cls, path: Path, make_adapter: Callable[[], Adapter], config: Config) -> "Store":
+        """Open the store at `path`, making it when there is none, for the model of the adapter that is made.
+
+        Raises:
+            UnsupportedModelError: The model keeps state that agentmem cannot store.
+            StoreLockedError: Another handle or process has the store open for writing.
+            InvalidInputError, FormatVersionError, CorruptionError, ReadOnlyError: The directory is no store that can be
+                used (see `Environment.open`).
+        """
+        environment = Environment.open(path, create=True, reserve_nbytes=config.disk_reserve_nbytes)
+        try:
+            return cls(environment, make_adapter(), config)
+        except BaseException:
+            environment.close()
+            raise
+
+    def create(self, name: str, *, extras: Mapping[str, object] | None = None) -> Session:
+        """Make a session with one empty branch, "main".
+
+        Raises:
+            AlreadyExistsError: The name is taken; `resume` it.
+        """
+        check_name("session", name)
+        with self._lock:
+            self._check_open()
+            if any(record.name == name for record in self.sessions()):
+                raise AlreadyExistsError(f"the store has a session {name!r} already; resume it, or choose another name")
+            adapter, now_s = self._runtime.adapter, time.time()
+            record = SessionRecord(
+                session_id=new_session_id(),
+                name=name,
+                active_branch=MAIN,
+                fingerprint=adapter.fingerprint,
+                model_name=adapter.model_name,
+                tokenizer_hash=adapter.tokenizer_hash,
+                template_hash=adapter.template_hash,
+                block_size=self.config.block_size,
+                extras=copy_extras(extras or {}),
+                created_s=now_s,
+                updated_s=now_s,
+            )
+            self.environment.submit(lambda txn: self.catalog.put_session(txn, record), level=Level.DURABLE).result()
+            return self._open_session(record)
+
+    def resume(self, name: str, *, branch: str | None = None) -> Session:
+        """Open a stored session again and bring a branch onto the device (by default the one that was active).
+
+        Its report says what was reused, what has to be computed again, and why.
+
+        Raises:
+            NotFoundError: There is no such session or branch.
+            CapacityError: The branch does not fit the device budget.
+        """
+        with self._lock:
+            self._check_open()
+            session = self._sessions.get(name)
+            if session is None or session.is_closed:
+                self.environment.flush()
+                session = self._open_session(self.view(name).record)
+        session.switch(branch if branch is not None else session.active.name)
+        return session
+
+    def remove(self, name: str) -> None:
+        """Remove a session with all its branches, durably. What it alone held is gc's once the grace has passed.
+
+        Raises:
+            NotFoundError: There is none of that name.
+        """
+        with self._lock:
+            self._check_open()
+            session = self._sessions.pop(name, None)
+            if session is not None:
+                session.close()
+            self.environment.flush()
+            session_id = self.view(name).record.session_id
+
+            def operation(txn: WriteTransaction) -> None:
+                self.catalog.remove_session(txn, session_id)
+
+            self.environment.submit(operation, level=Level.DURABLE).result()
+
+    def stats(self) -> dict[str, int | float]:
+        """Return bytes per tier, and what was fed, reused and moved since the store was opened."""
+        disk = self._runtime.blocks.disk.stats()
+        return {
+            "device_nbytes": self._runtime.device.nbytes,
+            "host_nbytes": self._runtime.blocks.host.nbytes,
+            "disk_num_blocks": disk.num_blocks,
+            "disk_raw_nbytes": disk.raw_nbytes,
+            "disk_stored_nbytes": disk.stored_nbytes,
+            "file_nbytes": self.environment.nbytes,
+            **self._runtime.counters.snapshot(),
+        }
+
+    def flush(self) -> None:
+        """Wait until all that was done so far, sealed blocks included, is on disk for good.
+
+        Raises:
+            StorageFullError: The disk has no room.
+            ReadOnlyError: The store cannot be written any more.
+        """
+        self._check_open()
+        for session in self._open_sessions():
+            session.flush()
+        self._runtime.blocks.flush()
+        self.environment.flush()
+
+    def close(self) -> None:
+        """Make every session durable, KV included, and let go of directory, device and model. Again is harmless."""
+        with self._lock:
+            if self._is_closed:
+                return
+            try:
+                for session in self._open_sessions():
+                    session.close()
+                self._runtime.blocks.flush()
+            finally:
+                self._is_closed = True
+                self._release()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception:
+            if error is None:
+                raise
+            logger.exception("the store could not be closed cleanly after another error")
+
+    def _release(self) -> None:
+        try:
+            self._runtime.blocks.close()
+            self._runtime.adapter.close()
+        finally:
+            self.environment.close()
+
+    def _open_session(self, record: SessionRecord) -> Session:
+        view = self.view(record.name)
+        for problem in view.damaged:
+            logger.warning("session %s: %s", record.name, problem)
+        self._warn_of_changes(record)
+        if record.fingerprint != self._runtime.adapter.fingerprint:
+            record = dataclasses.replace(record, fingerprint=self._runtime.adapter.fingerprint)
+        ledger = Ledger(self._runtime, self.environment, self.catalog, record, SessionTree(view.checkpoints))
+        with self.environment.read() as txn:
+            entries = [
+                restore_entry(ledger, branch, self.catalog.open_tokens(txn, record.session_id, branch.name))
+                for branch in view.branches
+            ]
+        session = Session(
+            ledger,
+            self._runtime.adapter,
+            entries,
+            check_open=self._check_open,
+            tick=lambda: next(self._clock),
+        )
+        self._sessions[record.name] = session
+        return session
+
+    def _warn_of_changes(self, record: SessionRecord) -> None:
+        """Say that a session comes from another model or tokenizer: it stays readable, its KV is not used."""
+        adapter = self._runtime.adapter
+        if record.fingerprint != adapter.fingerprint:
+            logger.warning(
+                "session %s was made by another model (%s): its tokens are used, its KV is not", record.name, record.model_name
+            )
+        if adapter.tokenizer_hash and record.tokenizer_hash not in {"", adapter.tokenizer_hash}:
+            logger.warning("session %s was made with another tokenizer: its ids may mean other text", record.name)
+        if adapter.template_hash and record.template_hash not in {"", adapter.template_hash}:
+            logger.warning("session %s was made with another chat template", record.name)
+
+    def _open_sessions(self) -> list[Session]:
+        return [session for session in self._sessions.values() if not session.is_closed]
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError(f"the store {str(self.path)!r} is closed; open it again")
+        self.environment._refuse_closed()
+
+    def _make_room(self, nbytes: int) -> None:
+        """Move branches off the device, the least recently used first, until `nbytes` are free."""
+        goal = self._runtime.device.nbytes - nbytes
+        current = [session for session in self._open_sessions() if session.is_in_use]
+        candidates = [
+            candidate
+            for session in self._open_sessions()
+            for candidate in session.candidates(is_current=session in current)
+        ]
+        for session, name in eviction_order(candidates):
+            if self._runtime.device.nbytes <= goal:
+                return
+            if session.evict(name):
+                self._runtime.counters.add("branches_evicted")
+
+
+def _make_runtime(environment: Environment, adapter: Adapter, config: Config) -> Runtime:
+    counters = Counters()
+    is_cuda = adapter.device.type == "cuda"
+    blocks = BlockStore(
+        spec=adapter.spec,
+        fingerprint=adapter.fingerprint,
+        host=HostTier(config.host_budget_nbytes, is_pinned=is_cuda),
+        disk=DiskTier(environment),
+        codec=config.codec,
+        num_threads=config.num_threads,
+        is_saving=config.save_in_background,
+        counters=counters,
+    )
+    return Runtime(
+        adapter=adapter,
+        blocks=blocks,
+        device=DeviceTier(adapter.spec, adapter.device, config.device_budget_nbytes),
+        counters=counters,
+        config=config,
+        root=root_hash(adapter.fingerprint, config.salt),
+    )
+
+

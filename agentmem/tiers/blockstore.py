@@ -1,0 +1,321 @@
+"""The door of the data plane: seal a block, save it, find it, bring it back, wherever it is.
+
+Knows blocks by their two names and runs of tokens on the device; knows nothing of sessions or of the model.
+"""
+
+import logging
+import threading
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from agentmem.errors import CorruptionError, NotFoundError, SpecMismatchError
+from agentmem.ids import BlockDigest, BlockHash, Fingerprint, short
+from agentmem.kv import record as record_format
+from agentmem.kv.spec import KVSpec
+from agentmem.stats import Counters, Reason
+from agentmem.tiers.device import Cursor, Workspace, empty_sections
+from agentmem.tiers.disk import DiskTier
+from agentmem.tiers.host import HostTier
+from agentmem.tiers.mover import Job, Mover
+
+logger = logging.getLogger(__name__)
+
+LOAD_TASK_NBYTES = 6 << 20
+"""KV per task of a parallel load: smaller tasks don't scale over threads (docs/benchmarks.md)."""
+
+
+class SealedBlock:
+    """An immutable block: tokens [start, stop) of some branch. Its digest is known once its bytes were read to save it.
+
+    Attributes:
+        block_hash: Its token name.
+        start: Position of its first token.
+        stop: Position after its last token.
+        digest: Its byte name; None until it is being saved.
+    """
+
+    __slots__ = ("__weakref__", "block_hash", "digest", "job", "source", "start", "stop", "stored")
+
+    def __init__(self, block_hash: BlockHash, start: int, stop: int, digest: BlockDigest | None) -> None:
+        self.block_hash = block_hash
+        self.start = start
+        self.stop = stop
+        self.digest = digest
+        self.source: tuple[Workspace, Cursor] | None = None
+        """Where its bytes are on the device, until the disk has them."""
+        self.job: Job | None = None
+        self.stored: Future[None] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the block."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Want:
+    """One block to bring onto the device.
+
+    Attributes:
+        block: The block.
+        out: Where its tokens from `skip` on go: one `[L, H, T, D]` per section, T at most what is left of the block.
+        skip: Leading tokens of the block that are on the device already.
+    """
+
+    block: SealedBlock
+    out: list[Tensor]
+    skip: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens wanted of the block."""
+        return self.out[0].shape[2]
+
+
+@dataclass(slots=True)
+class Loaded:
+    """What a load brought: the leading blocks that are good, and why it ended where it did.
+
+    Attributes:
+        blocks: The blocks as loaded, in order; one whose own bytes were gone is replaced by an equivalent one.
+        from_tier: Tokens by tier.
+        nbytes: Bytes of KV copied onto the device.
+        num_equivalent: Tokens whose bytes come from an equivalent block.
+        reason: COMPLETE, or why the next block could not be had.
+    """
+
+    blocks: list[SealedBlock] = field(default_factory=list)
+    from_tier: dict[str, int] = field(default_factory=dict)
+    nbytes: int = 0
+    num_equivalent: int = 0
+    reason: Reason = Reason.COMPLETE
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    block: SealedBlock | None
+    tier: str
+    reason: Reason
+
+
+class BlockStore:
+    """Blocks of one model over all tiers of one store."""
+
+    def __init__(
+        self,
+        *,
+        spec: KVSpec,
+        fingerprint: Fingerprint,
+        host: HostTier,
+        disk: DiskTier,
+        codec: str,
+        num_threads: int,
+        is_saving: bool,
+        counters: Counters,
+    ) -> None:
+        """Join the tiers; `is_saving` lets the mover save blocks as they are sealed."""
+        self.spec = spec
+        self.host = host
+        self.disk = disk
+        self._fingerprint = fingerprint
+        self._codec = codec
+        self._is_saving = is_saving
+        self._counters = counters
+        self._mover = Mover()
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="agentmem-load")
+        self._num_threads = num_threads
+        self._known: weakref.WeakValueDictionary[BlockHash, SealedBlock] = weakref.WeakValueDictionary()
+        self._lock = threading.Lock()
+
+    def seal(self, workspace: Workspace, cursor: Cursor, start: int, stop: int, block_hash: BlockHash) -> SealedBlock:
+        """Name the tokens [start, stop) of the cursor's path, and save them in the background.
+
+        Copies nothing. The cursor's path up to `stop` stays on the device until the block is saved.
+        """
+        block = SealedBlock(block_hash, start, stop, None)
+        block.source = (workspace, cursor.fork(stop))
+        block.job = self._save_job(block)
+        with self._lock:
+            self._known.setdefault(block_hash, block)
+        self._counters.add("blocks_sealed")
+        if self._is_saving:
+            self._mover.submit(block.job)
+        return block
+
+    def known(self, block_hash: BlockHash, start: int, stop: int, digest: BlockDigest) -> SealedBlock:
+        """Return the block that a checkpoint names; it is on disk, unless it was lost."""
+        return SealedBlock(block_hash, start, stop, digest)
+
+    def find(self, block_hash: BlockHash, start: int, stop: int) -> SealedBlock | None:
+        """Return a block of these tokens, computed by whomever, or None."""
+        with self._lock:
+            block = self._known.get(block_hash)
+        if block is not None:
+            return block
+        digest = self.disk.find(block_hash)
+        return None if digest is None else SealedBlock(block_hash, start, stop, digest)
+
+    def save(self, blocks: Sequence[SealedBlock]) -> None:
+        """Hand the blocks to the disk's writer, in this thread where the mover has not done so.
+
+        Afterwards each block has its digest, and a durable commit of the environment covers it.
+
+        Raises:
+            StorageFullError: The disk has no room.
+            ReadOnlyError: The store cannot be written.
+        """
+        for block in blocks:
+            if block.source is None or block.job is None:
+                continue
+            if _failure(block) is not None:
+                block.job = self._save_job(block)
+            block.job.run()
+
+    def raise_failures(self, blocks: Sequence[SealedBlock]) -> None:
+        """Raise the error for which one of the blocks did not reach the disk, if any; `save` may be tried again."""
+        for block in blocks:
+            failure = _failure(block)
+            if failure is not None:
+                raise failure
+
+    def demote(self, blocks: Sequence[SealedBlock], workspace: Workspace, cursor: Cursor) -> None:
+        """Copy saved blocks of the cursor's path from the device to the host tier, as far as its budget reaches."""
+        for block in blocks:
+            if block.digest is None or self.host.contains(block.digest):
+                continue
+            sections = empty_sections(self.spec, block.num_tokens)
+            workspace.gather(cursor, block.start, block.stop, sections)
+            if not self.host.store(block.digest, sections):
+                return
+            self._counters.add("device_to_host_nbytes", sum(section.nbytes for section in sections))
+
+    def load(self, wanted: Sequence[Want]) -> Loaded:
+        """Bring blocks onto the device, several threads at once, and verify every byte.
+
+        Stops being useful at the first block that cannot be had: what lies after it in `wanted` is not counted.
+        """
+        outcomes: list[_Outcome] = []
+        for part in self._pool.map(self._load_run, self._tasks(wanted)):
+            outcomes.extend(part)
+        loaded = Loaded()
+        for want, outcome in zip(wanted, outcomes, strict=True):
+            if outcome.block is None:
+                loaded.reason = outcome.reason
+                break
+            num_tokens = want.num_tokens
+            loaded.blocks.append(outcome.block)
+            loaded.from_tier[outcome.tier] = loaded.from_tier.get(outcome.tier, 0) + num_tokens
+            loaded.nbytes += sum(section.nbytes for section in want.out)
+            loaded.num_equivalent += num_tokens if outcome.reason is not Reason.COMPLETE else 0
+        for tier, num_tokens in loaded.from_tier.items():
+            self._counters.add(f"{tier}_to_device_nbytes", num_tokens * self.spec.token_nbytes)
+        return loaded
+
+    def flush(self) -> None:
+        """Hand every sealed block to the disk's writer."""
+        self._mover.drain()
+
+    def close(self) -> None:
+        """Finish saving and end the threads."""
+        self._mover.close()
+        self._pool.shutdown()
+
+    def _save_job(self, block: SealedBlock) -> Job:
+        """Make the job that saves a block; a block that nobody holds any more by then is not saved."""
+        alive = weakref.ref(block)
+
+        def work() -> None:
+            still = alive()
+            if still is not None:
+                self._save(still)
+
+        return Job(work)
+
+    def _save(self, block: SealedBlock) -> None:
+        if block.source is None:
+            return
+        workspace, cursor = block.source
+        sections = empty_sections(self.spec, block.num_tokens)
+        workspace.gather(cursor, block.start, block.stop, sections)
+        record = record_format.pack(
+            sections,
+            block_hash=block.block_hash,
+            fingerprint=self._fingerprint,
+            start=block.start,
+            codec=self._codec,
+        )
+        block.digest = record.digest
+        block.stored = self.disk.store([record])
+        block.stored.add_done_callback(lambda stored: _release_source(block, stored))
+        self._counters.add("device_to_disk_nbytes", record.raw_nbytes)
+
+    def _tasks(self, wanted: Sequence[Want]) -> list[Sequence[Want]]:
+        """Cut the wanted blocks into runs of several megabytes, a few for each thread."""
+        if not wanted:
+            return []
+        per_task = max(1, LOAD_TASK_NBYTES // max(1, self.spec.block_size * self.spec.token_nbytes))
+        per_task = min(per_task, max(1, -(-len(wanted) // self._num_threads)))
+        return [wanted[first : first + per_task] for first in range(0, len(wanted), per_task)]
+
+    def _load_run(self, wanted: Sequence[Want]) -> list[_Outcome]:
+        return [self._load_one(want) for want in wanted]
+
+    def _load_one(self, want: Want) -> _Outcome:
+        """Load one block: its own bytes, else those of an equivalent block."""
+        try:
+            return _Outcome(want.block, self._fetch(want.block, want), Reason.COMPLETE)
+        except NotFoundError:
+            reason = Reason.MISSING
+        except (CorruptionError, SpecMismatchError) as error:
+            logger.warning("block %s is damaged and not used: %s", short(want.block.block_hash), error)
+            reason = self._note_damage(want.block)
+        digest = self.disk.find(want.block.block_hash)
+        if digest is None or digest == want.block.digest:
+            return _Outcome(None, "", reason)
+        other = SealedBlock(want.block.block_hash, want.block.start, want.block.stop, digest)
+        try:
+            return _Outcome(other, self._fetch(other, want), reason)
+        except (NotFoundError, CorruptionError, SpecMismatchError):
+            self._note_damage(other)
+            return _Outcome(None, "", reason)
+
+    def _fetch(self, block: SealedBlock, want: Want) -> str:
+        """Copy one block's bytes to where they are wanted; return the tier that had them."""
+        self.save([block])
+        if block.digest is None:
+            raise NotFoundError(f"block {short(block.block_hash)} was never saved")
+        is_direct = want.num_tokens == block.num_tokens and want.out[0].device.type == "cpu"
+        sections = want.out if is_direct else empty_sections(self.spec, block.num_tokens)
+        tier = self.host.name if self.host.load(block.digest, sections) else self.disk.name
+        if tier == self.disk.name:
+            stored = block.stored
+            if stored is not None:
+                stored.result()
+            self.disk.load(block.digest, sections)
+        if not is_direct:
+            for source, target in zip(sections, want.out, strict=True):
+                target.copy_(source[:, :, want.skip : want.skip + want.num_tokens])
+        return tier
+
+    def _note_damage(self, block: SealedBlock) -> Reason:
+        """Forget a block whose bytes are bad, so that computing it again writes it again."""
+        self._counters.add("blocks_damaged")
+        if block.digest is not None:
+            self.host.remove(block.digest)
+            self.disk.mark_damaged(block.digest)
+        return Reason.DAMAGED
+
+
+def _failure(block: SealedBlock) -> BaseException | None:
+    return block.stored.exception() if block.stored is not None and block.stored.done() else None
+
+
+def _release_source(block: SealedBlock, stored: "Future[None]") -> None:
+    """Let the device forget a block that the disk has."""
+    if stored.exception() is None:
+        block.source = None
+        block.stored = None

@@ -1,0 +1,143 @@
+"""The fields of a stored record: a msgpack map, decoded within limits, each field checked as it is taken out.
+
+The only file of tree/ that knows msgpack. Knows nothing of what the records are.
+"""
+
+from collections.abc import Mapping
+from typing import cast
+
+import msgpack
+
+from agentmem.errors import CorruptionError, InvalidInputError
+from agentmem.ids import BlockDigest, BlockHash, CheckpointId
+from agentmem.tree.checkpoint import BlockRef
+
+CHECKPOINT_ID_NBYTES = 16
+HASH_NBYTES = 32
+
+MAX_EXTRAS_NBYTES = 1 << 20
+"""Most bytes of msgpack that the user's metadata of one record may take."""
+
+_MAX_RECORD_NBYTES = 1 << 28
+_LIMITS = {"max_str_len": 1 << 20, "max_bin_len": 1 << 28, "max_array_len": 1 << 20, "max_map_len": 1 << 16}
+_ERRORS = (TypeError, ValueError, OverflowError, RecursionError, msgpack.UnpackException)
+
+
+def pack_map(fields: Mapping[str, object]) -> bytes:
+    """Return a record's fields as a msgpack map."""
+    return cast("bytes", msgpack.packb(fields, use_bin_type=True))
+
+
+def copy_extras(extras: Mapping[str, object]) -> dict[str, object]:
+    """Return a deep copy of the user's metadata as a resume would give it back (tuples become lists).
+
+    Raises:
+        InvalidInputError: It holds what msgpack cannot (other than None, bool, int, float, str, bytes, list, dict with
+            keys of str), or takes more than `MAX_EXTRAS_NBYTES`.
+    """
+    try:
+        data = pack_map(dict(extras))
+        copy = _unpack(data)
+    except _ERRORS as error:
+        raise InvalidInputError(f"extras cannot be stored ({error}): use plain dicts, lists and text") from error
+    if len(data) > MAX_EXTRAS_NBYTES:
+        raise InvalidInputError(f"extras take {len(data):,} bytes; at most {MAX_EXTRAS_NBYTES:,} are stored")
+    return copy
+
+
+class Fields:
+    """The fields of one record. Each method takes one out, or raises CorruptionError naming record and field."""
+
+    __slots__ = ("_fields", "_name")
+
+    def __init__(self, name: str, value: bytes) -> None:
+        """Decode `value`.
+
+        Args:
+            name: What the record is, for messages.
+            value: The msgpack map.
+
+        Raises:
+            CorruptionError: `value` is no msgpack map, or goes beyond the limits.
+        """
+        self._name = name
+        if len(value) > _MAX_RECORD_NBYTES:
+            raise CorruptionError(f"{name} is damaged: {len(value):,} bytes")
+        try:
+            self._fields = _unpack(value)
+        except _ERRORS as error:
+            raise CorruptionError(f"{name} is damaged: {type(error).__name__}: {error}") from error
+
+    def count(self, key: str) -> int:
+        """Take a whole number of 0 or more."""
+        value = self._fields.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise self._wrong(key)
+        return value
+
+    def number(self, key: str) -> float:
+        """Take a number."""
+        value = self._fields.get(key)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise self._wrong(key)
+        return float(value)
+
+    def text(self, key: str) -> str:
+        """Take a text."""
+        value = self._fields.get(key)
+        if not isinstance(value, str):
+            raise self._wrong(key)
+        return value
+
+    def flag(self, key: str) -> bool:
+        """Take a yes or no."""
+        value = self._fields.get(key)
+        if not isinstance(value, bool):
+            raise self._wrong(key)
+        return value
+
+    def mapping(self, key: str) -> dict[str, object]:
+        """Take the user's metadata."""
+        value = self._fields.get(key)
+        if not isinstance(value, dict):
+            raise self._wrong(key)
+        return cast("dict[str, object]", value)
+
+    def data(self, key: str, length: int | None = None, *, multiple_of: int = 1) -> bytes:
+        """Take bytes, of `length` when it is given."""
+        value = self._fields.get(key)
+        if not isinstance(value, bytes) or len(value) % multiple_of or length not in {None, len(value)}:
+            raise self._wrong(key)
+        return value
+
+    def checkpoint_id(self, key: str) -> CheckpointId | None:
+        """Take a checkpoint's id, or nothing."""
+        if self._fields.get(key) is None:
+            return None
+        return CheckpointId(self.data(key, CHECKPOINT_ID_NBYTES))
+
+    def digests(self, key: str) -> tuple[BlockDigest, ...]:
+        """Take digests that stand behind one another."""
+        data = self.data(key, multiple_of=HASH_NBYTES)
+        return tuple(BlockDigest(data[at : at + HASH_NBYTES]) for at in range(0, len(data), HASH_NBYTES))
+
+    def refs(self, key: str) -> tuple[BlockRef, ...]:
+        """Take block references that stand behind one another; nothing counts as none."""
+        if self._fields.get(key) is None:
+            return ()
+        data = self.data(key, multiple_of=2 * HASH_NBYTES)
+        middles = range(HASH_NBYTES, len(data), 2 * HASH_NBYTES)
+        return tuple(
+            BlockRef(BlockHash(data[at - HASH_NBYTES : at]), BlockDigest(data[at : at + HASH_NBYTES])) for at in middles
+        )
+
+    def _wrong(self, key: str) -> CorruptionError:
+        return CorruptionError(f"{self._name} is damaged: field {key!r} is {type(self._fields.get(key)).__name__}")
+
+
+def _unpack(data: bytes) -> dict[str, object]:
+    """Decode one map within limits; whatever is wrong with it is one of `_ERRORS`."""
+    fields = msgpack.unpackb(data, raw=False, strict_map_key=True, max_ext_len=0, **_LIMITS)
+    if not isinstance(fields, dict):
+        raise ValueError("not a map")  # noqa: TRY004  # the value is wrong, not its Python type
+    return cast("dict[str, object]", fields)
