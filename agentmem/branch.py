@@ -8,7 +8,7 @@ from torch import Tensor
 
 from agentmem.adapter import Adapter
 from agentmem.errors import InvalidInputError
-from agentmem.extras import Extras, copy_extras
+from agentmem.tree.fields import copy_extras
 from agentmem.feed import BranchFeed
 from agentmem.ids import CheckpointId, short
 from agentmem.ledger import BranchEntry, Ledger
@@ -93,7 +93,7 @@ class Branch:
         return None if tip is None else self._owner.ledger.tree.get(tip)
 
     @property
-    def extras(self) -> Extras:
+    def extras(self) -> dict[str, object]:
         """The user's metadata: copied on fork, written with the branch's next change, `flush` or `close`."""
         return self._entry.extras
 
@@ -192,7 +192,9 @@ class Branch:
         """
         with self._owner.using(self._entry):
             if not self.num_tokens:
-                raise InvalidInputError(f"branch {self.name!r} has no tokens, so there is nothing to keep; append some first")
+                raise InvalidInputError(
+                    f"branch {self.name!r} has no tokens, so there is nothing to keep; append some first"
+                )
             self._entry.state.settle(keep=1)
             self._owner.ledger.note_progress(self._entry)
             kept = copy_extras(self._entry.extras if extras is None else extras)
@@ -227,7 +229,9 @@ class Branch:
             raise InvalidInputError("rewind takes a checkpoint or tokens=, one of them")
         if tokens is not None:
             if not 0 <= tokens <= self.num_tokens:
-                raise InvalidInputError(f"branch {self.name!r} has {self.num_tokens:,} tokens; {tokens:,} cannot be taken off")
+                raise InvalidInputError(
+                    f"branch {self.name!r} has {self.num_tokens:,} tokens; {tokens:,} cannot be taken off"
+                )
             return self.num_tokens - tokens
         checkpoint = self._owner.resolve(to if to is not None else "")
         if not self._passes_through(checkpoint.checkpoint_id):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from agentmem._lmdb import Environment, Level, WriteTransaction
 from agentmem.errors import NotFoundError
-from agentmem.extras import Extras, copy_extras
+from agentmem.tree.fields import copy_extras
 from agentmem.ids import CheckpointId, new_checkpoint_id
 from agentmem.kv.hashing import pack_tokens, unpack_tokens
 from agentmem.runtime import Runtime
@@ -43,7 +43,7 @@ class BranchEntry:
 
     state: BranchState
     tip: CheckpointId | None
-    extras: Extras
+    extras: dict[str, object]
     created_s: float
 
     @property
@@ -160,7 +160,11 @@ class Ledger:
     def write_branch(self, entry: BranchEntry, move: Move | None = None) -> Future[None]:
         """Queue a branch's record. Costs microseconds: the writer serialises a snapshot."""
         return self._catalog.submit_branch(
-            self.record.session_id, self.branch_record(entry), entry.state.tokens.fork(), self.tip_length(entry), move=move
+            self.record.session_id,
+            self.branch_record(entry),
+            entry.state.tokens.fork(),
+            self.tip_length(entry),
+            move=move,
         )
 
     def remove_branch(self, entry: BranchEntry) -> None:
@@ -193,7 +197,7 @@ class Ledger:
         self._enter(checkpoint, entry)
         return checkpoint
 
-    def commit(self, entry: BranchEntry, *, message: str, extras: Extras, is_auto: bool = False) -> Checkpoint:
+    def commit(self, entry: BranchEntry, *, message: str, extras: dict[str, object], is_auto: bool = False) -> Checkpoint:
         """Make a checkpoint of the branch, with its KV, and return when it is on disk for good.
 
         Checkpoints before it that have no KV yet get theirs in the same transaction.
@@ -204,7 +208,7 @@ class Ledger:
         """
         state = entry.state
         saved: list[SealedBlock] = []
-        records = [self._attached(checkpoint, self.state_of(checkpoint.checkpoint_id), saved) for checkpoint in self._without_kv(entry.tip)]
+        records = self._attach_ancestors(entry.tip, saved)
         fresh = Checkpoint(
             checkpoint_id=new_checkpoint_id(),
             session_id=self.record.session_id,
@@ -217,7 +221,8 @@ class Ledger:
             is_auto=is_auto,
             created_s=time.time(),
         )
-        checkpoint = self._attached(fresh, state, saved)
+        parent = records[-1] if records else None if entry.tip is None else self.tree.get(entry.tip)
+        checkpoint = self._attached(fresh, parent, state, saved)
         self._write_durably([*records, checkpoint], saved, entry)
         for record in records:
             self.tree.add(record)
@@ -227,7 +232,7 @@ class Ledger:
     def attach_kv(self, entry: BranchEntry) -> None:
         """Give the checkpoints up to the branch's tip that have no KV yet theirs, durably."""
         saved: list[SealedBlock] = []
-        records = [self._attached(checkpoint, self.state_of(checkpoint.checkpoint_id), saved) for checkpoint in self._without_kv(entry.tip)]
+        records = self._attach_ancestors(entry.tip, saved)
         if records:
             self._write_durably(records, saved, None)
         for record in records:
@@ -284,12 +289,30 @@ class Ledger:
             found.append(checkpoint)
         return found[::-1]
 
-    def _attached(self, checkpoint: Checkpoint, state: BranchState, saved: list[SealedBlock]) -> Checkpoint:
+    def _attach_ancestors(self, tip: CheckpointId | None, saved: list[SealedBlock]) -> list[Checkpoint]:
+        """Return new records for the checkpoints up to `tip` that have no KV yet, oldest first."""
+        records: list[Checkpoint] = []
+        for checkpoint in self._without_kv(tip):
+            parent = records[-1] if records else None
+            if parent is None and checkpoint.parent_id is not None:
+                parent = self.tree.get(checkpoint.parent_id)
+            records.append(self._attached(checkpoint, parent, self.state_of(checkpoint.checkpoint_id), saved))
+        return records
+
+    def _attached(
+        self, checkpoint: Checkpoint, parent: Checkpoint | None, state: BranchState, saved: list[SealedBlock]
+    ) -> Checkpoint:
         """Return the checkpoint's record with the names of its KV, as far as there is any; add the blocks to `saved`."""
         self.save_kv(state)
         tail = state.save_tail()
-        parent = None if checkpoint.parent_id is None else self.state_of(checkpoint.parent_id)
-        first = 0 if parent is None else state.blocks.common_prefix(parent.blocks)
+        first = (
+            0
+            if parent is None
+            else min(
+                state.blocks.common_prefix(self.state_of(parent.checkpoint_id).blocks),
+                self._num_recorded_blocks(parent),
+            )
+        )
         own = state.blocks.slice(first)
         saved.extend([*own, *([] if tail is None else [tail])])
         num_saved = state.num_computed if tail is not None else len(state.blocks) * state.spec.block_size
@@ -302,7 +325,14 @@ class Ledger:
             has_kv=True,
         )
 
-    def _write_durably(self, checkpoints: list[Checkpoint], saved: list[SealedBlock], entry: BranchEntry | None) -> None:
+    def _num_recorded_blocks(self, checkpoint: Checkpoint) -> int:
+        """Return how many leading blocks the checkpoint's record names, through its ancestors, for this model."""
+        is_ours = checkpoint.has_kv and checkpoint.fingerprint == self._runtime.adapter.fingerprint
+        return checkpoint.first_block + len(checkpoint.blocks) if is_ours else 0
+
+    def _write_durably(
+        self, checkpoints: list[Checkpoint], saved: list[SealedBlock], entry: BranchEntry | None
+    ) -> None:
         """Write checkpoints, and the branch that the last one is the new tip of, all or none."""
         session_id = self.record.session_id
 
@@ -368,4 +398,3 @@ def _ref(block: SealedBlock) -> BlockRef:
     if block.digest is None:
         raise RuntimeError(f"block [{block.start}, {block.stop}) was not saved before its checkpoint")
     return BlockRef(block.block_hash, block.digest)
-

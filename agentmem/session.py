@@ -11,7 +11,7 @@ from torch import Tensor
 from agentmem.adapter import Adapter
 from agentmem.branch import Branch, BranchOwner, Generation
 from agentmem.errors import AlreadyExistsError, ClosedError, InvalidInputError, NotFoundError
-from agentmem.extras import copy_extras
+from agentmem.tree.fields import copy_extras
 from agentmem.ledger import BranchEntry, Ledger
 from agentmem.stats import ReuseReport
 from agentmem.tiers.policy import Candidate
@@ -284,7 +284,9 @@ class Session(BranchOwner):
         """Keep other threads out and the branch on the device, while an operation runs."""
         with self._guarded():
             if self._entries.get(entry.name) is not entry:
-                raise ClosedError(f"branch {entry.name!r} was dropped from session {self.name!r}; this handle is of no use")
+                raise ClosedError(
+                    f"branch {entry.name!r} was dropped from session {self.name!r}; this handle is of no use"
+                )
             before, self._in_use = self._in_use, entry
             self._last_used[entry.name] = self._tick()
             try:
@@ -344,7 +346,6 @@ class Session(BranchOwner):
         state, score = entry.state, entry.extras.get("score")
         tier = "tokens" if not state.num_computed else "device" if state.is_hot else "disk"
         return tier if score is None else f"{tier}  score={score:.4g}" if isinstance(score, int | float) else tier
-
 
 
 def _first_branch(ledger: Ledger) -> BranchEntry:

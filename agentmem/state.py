@@ -349,7 +349,9 @@ class BranchState:
 
     def _feed_last_again(self) -> Tensor:
         if not len(self.tokens):
-            raise InvalidInputError(f"branch {self.name!r} has no tokens, so there is nothing to feed; append some first")
+            raise InvalidInputError(
+                f"branch {self.name!r} has no tokens, so there is nothing to feed; append some first"
+            )
         feed = BranchFeed(self, is_again=True)
         try:
             self._count_fed(1)

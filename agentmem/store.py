@@ -13,7 +13,7 @@ from agentmem._lmdb import Environment, Level, WriteTransaction
 from agentmem.adapter import Adapter
 from agentmem.config import Config
 from agentmem.errors import AlreadyExistsError, ClosedError
-from agentmem.extras import copy_extras
+from agentmem.tree.fields import copy_extras
 from agentmem.ids import new_session_id
 from agentmem.kv.hashing import root_hash
 from agentmem.ledger import Ledger, restore_entry
@@ -211,7 +211,9 @@ class Store(StoreView):
         adapter = self._runtime.adapter
         if record.fingerprint != adapter.fingerprint:
             logger.warning(
-                "session %s was made by another model (%s): its tokens are used, its KV is not", record.name, record.model_name
+                "session %s was made by another model (%s): its tokens are used, its KV is not",
+                record.name,
+                record.model_name,
             )
         if adapter.tokenizer_hash and record.tokenizer_hash not in {"", adapter.tokenizer_hash}:
             logger.warning("session %s was made with another tokenizer: its ids may mean other text", record.name)
@@ -263,5 +265,3 @@ def _make_runtime(environment: Environment, adapter: Adapter, config: Config) ->
         config=config,
         root=root_hash(adapter.fingerprint, config.salt),
     )
-
-

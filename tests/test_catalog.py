@@ -267,6 +267,37 @@ def test_a_trail_that_goes_on_after_it_was_written_is_written_again(environment,
         assert list(catalog.open_tokens(txn, SESSION, "main")) == [*range(10), 7, 8]
 
 
+def test_a_forgotten_session_is_written_in_full_and_read_as_before(environment, catalog):
+    tokens = trail(range(3000))
+    do(environment, lambda txn: catalog.put_branch(txn, SESSION, branch(), tokens, 0))
+    catalog.forget(SESSION)
+
+    tokens.extend([7])
+    do(environment, lambda txn: catalog.put_branch(txn, SESSION, branch(), tokens, 0))
+
+    with environment.read() as txn:
+        assert list(catalog.open_tokens(txn, SESSION, "main")) == [*range(3000), 7]
+
+
+def test_a_checkpoint_that_is_named_cannot_be_removed(environment, catalog):
+    root = checkpoint()
+    child = checkpoint(root)
+    do(environment, *(lambda txn, c=c: catalog.put_checkpoint(txn, c) for c in (root, child)))
+
+    with pytest.raises(InvalidInputError, match="is named 1 times"):
+        do(environment, lambda txn: catalog.remove_checkpoint(txn, root))
+
+
+def test_unknown_branches_and_checkpoints_are_not_found(environment, catalog):
+    with environment.read() as txn:
+        with pytest.raises(NotFoundError, match="no branch 'main'"):
+            catalog.branch(txn, SESSION, "main")
+        with pytest.raises(NotFoundError, match="is not stored"):
+            catalog.checkpoint(txn, SESSION, CheckpointId(bytes(16)))
+    with pytest.raises(NotFoundError, match="no branch 'main'"):
+        do(environment, lambda txn: catalog.remove_branch(txn, SESSION, "main"))
+
+
 def test_a_checkpoint_leaves_no_open_tokens_behind(environment, catalog):
     tokens = trail(range(5000))
     root = checkpoint(own=5000)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from agentmem import gc
 from agentmem._lmdb import Environment, Level, Table
 from agentmem.check import check
-from agentmem.errors import NotFoundError, StoreLockedError
+from agentmem.errors import NotFoundError, ReadOnlyError, StoreLockedError
 from agentmem.ids import BlockHash, CheckpointId, Fingerprint, SessionId
 from agentmem.kv import record
 from agentmem.tiers.disk import DiskTier
@@ -443,6 +443,21 @@ def test_check_finds_open_tokens_that_do_not_start_at_the_tip(store):
 
 def test_check_finds_a_session_without_its_active_branch(store):
     assert [problem.kind for problem in store.check().problems] == ["dangling"]
+
+
+def test_a_read_only_handle_can_check_and_preview(store):
+    store.branch("main", store.checkpoint(blocks=[store.block()]))
+    lost = store.checkpoint()
+    store.environment.close()
+
+    with Environment.open(store.path, read_only=True) as environment:
+        catalog, disk = Catalog(environment), DiskTier(environment)
+        preview = gc.collect(environment, catalog, disk, grace_s=0, now_s=store.now_s, dry_run=True)
+
+        assert check(environment, disk, read_data=True).problems == ()
+        assert preview.checkpoints == (lost.checkpoint_id,)
+        with pytest.raises(ReadOnlyError):
+            gc.collect(environment, catalog, disk, grace_s=0, now_s=store.now_s)
 
 
 def test_compact_gives_space_back_and_loses_nothing(store):

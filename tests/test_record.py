@@ -1,5 +1,6 @@
 """A record gives back the block it was made of, or says what is wrong with it."""
 
+import base64
 import itertools
 import struct
 import threading
@@ -24,6 +25,24 @@ BLOCK_HASH = BlockHash(b"h" * 32)
 FINGERPRINT = Fingerprint(b"f" * 32)
 SHAPES = [(3, 2, 20, 16), (3, 2, 20, 8)]
 
+VERSION_1 = base64.b85decode(
+    "K}}0S0RR91%K!iX5&!@IfCB&k00000>RjeV*1p;yhoNZ1AZTc4XlQ6?XlQ6?XlQ6?XlQ6?XlQ6?XlQ6?XlQ6?XrW}pAPcvJI}e)<yo%PY5!Qk!"
+    "@^j+^&ND7KkwW~pW-I#gIiY66AZBJ}W@ct)W@ct)W@ct)W@ct)W@ct)W@ct)W@ct)W}$G*fT47#VrFb_VRSJzp>n5WWoBV@Y;>V>l9ZGI0ul%U"
+    "#1P!!ij_ZD3-yt<+cOE1v?rA#Kg|IE7(kSi0Rj>T0>lv9;fj?%SPS)$w%aoale8z5BR|an02n|30000000000000000000000000D77#BARyHM"
+    "0FWR!FgPGMFd#5EFgPGMFgPGM0stV3WW@*o00000D77#BAb_<200P7c5YVLqDFF%q=uDv$2~Yq)OG~)E<~6K}0a@jStf9(P)^H=N5d(RBl2sl8"
+    "008*Iz||7~fPh%A0MMuq(D3vy@GxkYARs`Pkl=9K(9nQ*_+U`*fPh%A0MMuq(D3vy@GxkYARs`Pkl=9K(9nQ*_+U`*VDQx7pm6+XP|y&_pwM9a"
+    "z+h1H_&@+4P>_fqkl5J3VDQx7pm6+XP|y&_pwM9az+h1H_&@+4P>_fqkl5J3VDQx7pm6+XP|y&_pwM9az+h1H_&@+4P>_fqkl5J3VDQx7pm6+X"
+    "P|y&_pwM9az+h1H_&@+4P>_fqkl5J3ARs`Pkl=9K(9nQ*_+U`*fPh%A0MMuq(D3vy@GxkYARs`Pkl=9K(9nQ*_+U`*fPh%A0MMuq(D3vy@GxkY"
+    "1ONa4L;wH)!~g&Q1OWg50000000000pudPeAivl@000y~AU}w|pg-Wg@IOF4AV5$*V86IOfW8Dkz&<QMfIl$5&_95^5I_(=kiVEe0Ke!z06rW*"
+    "D77#BARyHM0FWR!FgPGMFd#5EFgPGMFgPGM0stV3WW@*o00000D77#BAb_<200P7c5YVLqDFF%q=uDv$2~Yq)OG~)E<~6K}0a@jStf9(P)^H=N"
+    "5d(RBl2sl8008*Iz||7~fPh%A0MMuq(D3vy@GxkYARs`Pkl=9K(9nQ*_+U`*fPh%A0MMuq(D3vy@GxkYARs`Pkl=9K(9nQ*_+U`*VDQx7pm6+X"
+    "P|y&_pwM9az+h1H_&@+4P>_fqkl5J3VDQx7pm6+XP|y&_pwM9az+h1H_&@+4P>_fqkl5J3VDQx7pm6+XP|y&_pwM9az+h1H_&@+4P>_fqkl5J3"
+    "VDQx7pm6+XP|y&_pwM9az+h1H_&@+4P>_fqkl5J3ARs`Pkl=9K(9nQ*_+U`*fPh%A0MMuq(D3vy@GxkYARs`Pkl=9K(9nQ*_+U`*fPh%A0MMuq"
+    "(D3vy@GxkY1ONa4L;wH)!~g&Q1OWg50000000000pudPeAivl@000y~AU}w|pg-Wg@IOF4AV5$*V86IOfW8Dkz&<QMfIl$5&_95^5I_(=kiVEe"
+    "0Ke!z06rW*"
+)
+"""A record of `golden_section`, twice, as version 1 wrote it: later versions must read it."""
+
 
 def make_sections(dtype: torch.dtype = torch.bfloat16, shapes: list = SHAPES) -> list[Tensor]:
     return [torch.randn(shape, generator=torch.Generator().manual_seed(n)).to(dtype) for n, shape in enumerate(shapes)]
@@ -41,6 +60,10 @@ def empty_like(sections: list[Tensor]) -> list[Tensor]:
 
 def is_same(left: list[Tensor], right: list[Tensor]) -> bool:
     return all(np.array_equal(as_words(a), as_words(b)) for a, b in zip(left, right, strict=True))
+
+
+def golden_section() -> Tensor:
+    return ((torch.arange(2 * 18 * 8) * 37 % 64 - 20) / 16).view(1, 2, 18, 8).bfloat16()
 
 
 def reseal(data: bytes, version: int = 1, flags: int = 0, **changes: object) -> bytes:
@@ -91,6 +114,17 @@ def test_slices_of_a_segment_pack_like_contiguous_sections(
 
     assert record == make_record([section.contiguous(), section.contiguous()])
     assert is_same(out, [section, section])
+
+
+def test_a_record_of_version_1_is_read() -> None:
+    sections = [golden_section(), golden_section()]
+    out = empty_like(sections)
+
+    meta = unpack(VERSION_1, out)
+
+    assert is_same(out, sections)
+    assert meta.digest.hex() == "0bb7853b0f9b0ebc8ad6ae11d68229f273e304ce332e399142fcb7662bfaf239"
+    assert [section.codec_id for section in meta.sections] == [CodecId.NIB, CodecId.NIB]
 
 
 def test_metadata_is_read_without_decoding() -> None:

@@ -43,7 +43,7 @@ class NibParts:
             that share a byte are neighbours, so that a byte-wise entropy coder profits.
         lows: `[2, L, H, q, D]`, low bytes: tokens 0 (low) and 1 (high) of the group in the first plane, 2 and 3 in the
             second.
-        escape_index: u32 positions in the flat `[L, H, T, D]` run of the values that do not fit.
+        escape_index: ascending u32 positions in the flat `[L, H, T, D]` run of the values that do not fit.
         escape_value: The values at these positions.
         rest: `[L, H, T - 4q, D]`, the up to three tokens after the last group, as they are.
     """
@@ -57,7 +57,7 @@ class NibParts:
 
 
 def split(values: U16) -> NibParts | None:
-    """Split `values` `[L, H, T, D]` (any strides), or return None when too many values do not fit to be worth it."""
+    """Split `values` `[L, H, T, D]` (T at least 4, any strides); None when so many do not fit that it does not pay."""
     num_groups = values.shape[2] // _GROUP
     grouped = values[:, :, : num_groups * _GROUP]
     base = _find_base(grouped)
@@ -147,9 +147,9 @@ def _find_escapes(offsets: U16) -> NDArray[np.intp]:
 
 
 def _position(escapes: NDArray[np.intp], offsets_shape: tuple[int, ...], shape: tuple[int, ...]) -> NDArray[np.intp]:
-    """Turn flat positions in `offsets` into flat positions in `[L, H, T, D]`."""
+    """Turn flat positions in `offsets` into ascending flat positions in `[L, H, T, D]`."""
     member, layer, head, group, channel = np.unravel_index(escapes, offsets_shape)
-    return np.ravel_multi_index((layer, head, group * _GROUP + member, channel), shape)
+    return np.sort(np.ravel_multi_index((layer, head, group * _GROUP + member, channel), shape))
 
 
 def _pack_nibbles(offsets: U16) -> U16:

@@ -20,7 +20,7 @@ class NibTensors:
         base: `[L, H, D]`.
         nibbles: `[L, H, q, D]`.
         lows: `[2, L, H, q, D]`.
-        escape_index: Positions in the flat `[L, H, T, D]` run.
+        escape_index: Ascending positions in the flat `[L, H, T, D]` run.
         escape_value: The values at these positions.
         rest: `[L, H, T - 4q, D]`.
     """
@@ -34,7 +34,7 @@ class NibTensors:
 
 
 def pack_nib(values: Tensor) -> NibTensors | None:
-    """Split bfloat16 `values` `[L, H, T, D]` (any strides), or return None when too many values do not fit.
+    """Split bfloat16 `values` `[L, H, T, D]` (T at least 4, any strides); None when too many values do not fit.
 
     Waits for the device once: the number of escapes must be known.
     """
@@ -47,7 +47,8 @@ def pack_nib(values: Tensor) -> NibTensors | None:
     if escapes.numel() * MAX_ESCAPES > values.numel():
         return None
     groups = offsets.view(num_layers, num_heads, num_groups, 4, dim)
-    codes = ((groups >> 12) & 8) | ((groups >> 8) & 7)
+    # The same code as in numpy also where the value does not fit, so that the same section gives the same record.
+    codes = ((groups >> 4 | groups) >> 8) & 0xF
     lows = groups & 0xFF
     return NibTensors(
         base=_to_int16(base),
