@@ -106,12 +106,16 @@ class Adapter(Protocol):
         """Feed `tokens`; return the logits `[num_logits, V]` of the last `num_logits` of them."""
         ...
 
-    def generate(self, feed: Feed, tokens: Sequence[int], options: Mapping[str, object]) -> list[int]:
-        """Continue `tokens`, of which the first `feed.position` are cached; return the new ids as sampled.
+    def check_options(self, options: Mapping[str, object]) -> None:
+        """Refuse options of `generate` that a branch cannot serve, before anything is computed.
 
         Raises:
             InvalidInputError: An option needs more than one branch (beams, several sequences, assisted decoding).
         """
+        ...
+
+    def generate(self, feed: Feed, tokens: Sequence[int], options: Mapping[str, object]) -> list[int]:
+        """Continue `tokens`, of which the first `feed.position` are cached; return the new ids as sampled."""
         ...
 
     def cache(self, feed: Feed) -> object:

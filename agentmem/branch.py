@@ -3,18 +3,19 @@
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
 from agentmem.adapter import Adapter
 from agentmem.errors import InvalidInputError
-from agentmem.tree.fields import copy_extras
 from agentmem.feed import BranchFeed
 from agentmem.ids import CheckpointId, short
 from agentmem.ledger import BranchEntry, Ledger
 from agentmem.state import Operation
 from agentmem.stats import ReuseReport
 from agentmem.tree.checkpoint import Checkpoint
+from agentmem.tree.fields import copy_extras
 
 Guard = contextlib.AbstractContextManager[None]
 
@@ -32,7 +33,7 @@ class Generation:
     text: str
 
 
-class BranchOwner:
+class BranchOwner(Protocol):
     """What a branch needs of its session: a guard around every operation, and the model."""
 
     ledger: Ledger
@@ -40,11 +41,11 @@ class BranchOwner:
 
     def using(self, entry: BranchEntry) -> Guard:
         """Keep other threads out and the branch on the device, while an operation runs."""
-        raise NotImplementedError
+        ...
 
     def resolve(self, checkpoint: Checkpoint | str) -> Checkpoint:
         """Return a checkpoint of the session by record, id prefix or branch name."""
-        raise NotImplementedError
+        ...
 
 
 class Branch:
@@ -130,12 +131,14 @@ class Branch:
 
         Raises:
             InvalidInputError: An id is not in the vocabulary, or the branch is empty and nothing was given.
-            CapacityError: The branch does not fit the device budget; it is unchanged.
+            CapacityError: The branch does not fit the device budget. Whatever is raised, the branch keeps its tokens as
+                they were.
         """
         with self._owner.using(self._entry):
-            logits = self._entry.state.forward(self._read(tokens))
-            self._write()
-            return logits
+            try:
+                return self._entry.state.forward(self._read(tokens))
+            finally:
+                self._write()
 
     def generate(self, **options: object) -> Generation:
         """Continue with transformers' generation.
@@ -148,11 +151,13 @@ class Branch:
             The new ids as sampled. The last one, which the model was not fed, is pending afterwards.
 
         Raises:
+            KeyboardInterrupt: Or whatever else stops it early: the branch keeps its tokens as they were before.
             InvalidInputError: The branch is empty, or an option needs more than one branch (beams, assistants).
         """
         with self._owner.using(self._entry):
             if not self.num_tokens:
                 raise InvalidInputError(f"branch {self.name!r} has no tokens to continue; append some first")
+            self._owner.adapter.check_options(options)
             try:
                 sampled = self._entry.state.generate(dict(options))
             finally:

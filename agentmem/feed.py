@@ -76,8 +76,9 @@ class BranchFeed:
         branch, workspace = self._branch, self._branch.workspace
         workspace.begin(branch.cursor, len(tokens))
         if self._is_again:
+            saved = [slot.clone() for slot in workspace.slots(self.position, self.position + 1)]
             workspace.lock.acquire()  # no other thread may save the slot while it is overwritten
-            self._saved = [slot.clone() for slot in workspace.slots(self.position, self.position + 1)]
+            self._saved = saved
         self._tokens = list(tokens)
         return workspace.layers
 

@@ -1,7 +1,7 @@
 """One session's records: its checkpoints, and what is written of its branches.
 
-Joins the tree in memory, the catalog on disk and the states that checkpoints stand for. Knows nothing of locks or of the
-user's handles.
+Joins the tree in memory, the catalog on disk and the states that checkpoints stand for. Knows nothing of locks or of
+the user's handles.
 """
 
 import dataclasses
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from agentmem._lmdb import Environment, Level, WriteTransaction
 from agentmem.errors import NotFoundError
-from agentmem.tree.fields import copy_extras
 from agentmem.ids import CheckpointId, new_checkpoint_id
 from agentmem.kv.hashing import pack_tokens, unpack_tokens
 from agentmem.runtime import Runtime
@@ -24,7 +23,7 @@ from agentmem.tiers.blockstore import SealedBlock
 from agentmem.tiers.device import Workspace
 from agentmem.tree.catalog import Catalog
 from agentmem.tree.checkpoint import BlockRef, BranchRecord, Checkpoint, Move, SessionRecord
-from agentmem.tree.trail import Trail
+from agentmem.tree.fields import copy_extras
 from agentmem.tree.tree import SessionTree
 
 logger = logging.getLogger(__name__)
@@ -133,10 +132,10 @@ class Ledger:
         state.save_tail()
         self._runtime.blocks.save(state.saved_blocks())
 
-    def demote(self, state: BranchState) -> None:
-        """Save a state's KV, keep a copy in the host tier as far as there is room, and let the device forget it."""
+    def demote(self, state: BranchState, first: int) -> None:
+        """Save a state's KV and let the device forget it; blocks from `first` on stay in the host tier, if they fit."""
         self.save_kv(state)
-        self._runtime.blocks.demote(state.saved_blocks(), self.workspace, state.cursor)
+        self._runtime.blocks.demote(state.saved_blocks()[first:], self.workspace, state.cursor)
         state.cool()
 
     def close(self) -> None:
@@ -197,7 +196,9 @@ class Ledger:
         self._enter(checkpoint, entry)
         return checkpoint
 
-    def commit(self, entry: BranchEntry, *, message: str, extras: dict[str, object], is_auto: bool = False) -> Checkpoint:
+    def commit(
+        self, entry: BranchEntry, *, message: str, extras: dict[str, object], is_auto: bool = False
+    ) -> Checkpoint:
         """Make a checkpoint of the branch, with its KV, and return when it is on disk for good.
 
         Checkpoints before it that have no KV yet get theirs in the same transaction.
@@ -255,12 +256,13 @@ class Ledger:
         state = self.new_state(checkpoint.message) if parent is None else parent.fork(checkpoint.message)
         state.tokens.extend(unpack_tokens(checkpoint.tokens))
         num_fed = checkpoint.num_tokens - checkpoint.num_pending
+        state.lost_stop = max(state.lost_stop, num_fed)
         if checkpoint.fingerprint != runtime.adapter.fingerprint:
-            _forget(state, Reason.FOREIGN_MODEL, num_fed)
+            state.loss = Reason.FOREIGN_MODEL
         elif not checkpoint.has_kv:
-            state.loss, state.lost_stop = Reason.NOT_SAVED, max(state.lost_stop, num_fed)
+            state.loss = Reason.NOT_SAVED
         elif checkpoint.first_block > len(state.blocks):
-            _forget(state, Reason.MISSING, num_fed)
+            state.loss = Reason.MISSING
         else:
             self._name_blocks(state, checkpoint)
         return state
@@ -302,7 +304,7 @@ class Ledger:
     def _attached(
         self, checkpoint: Checkpoint, parent: Checkpoint | None, state: BranchState, saved: list[SealedBlock]
     ) -> Checkpoint:
-        """Return the checkpoint's record with the names of its KV, as far as there is any; add the blocks to `saved`."""
+        """Return the record with the names of its KV, as far as there is any; add its blocks to `saved`."""
         self.save_kv(state)
         tail = state.save_tail()
         first = (
@@ -385,13 +387,6 @@ def restore_entry(ledger: Ledger, record: BranchRecord, open_tokens: "array[int]
         state.loss = Reason.NOT_SAVED
     state.lost_stop = max(state.lost_stop, num_fed)
     return BranchEntry(state, record.tip, dict(record.extras), record.created_s)
-
-
-def _forget(state: BranchState, reason: Reason, num_fed: int) -> None:
-    """Make a state of tokens alone; `reason` says why there is no KV."""
-    state.cool()
-    state.blocks, state.tail, state.num_computed = Trail([]), None, 0
-    state.loss, state.lost_stop = reason, num_fed
 
 
 def _ref(block: SealedBlock) -> BlockRef:

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from torch import Tensor
 
 from agentmem.adapter import Adapter
-from agentmem.branch import Branch, BranchOwner, Generation
+from agentmem.branch import Branch, Generation
 from agentmem.errors import AlreadyExistsError, ClosedError, InvalidInputError, NotFoundError
-from agentmem.tree.fields import copy_extras
 from agentmem.ledger import BranchEntry, Ledger
 from agentmem.stats import ReuseReport
 from agentmem.tiers.policy import Candidate
-from agentmem.tree.checkpoint import BranchRecord, Checkpoint, check_name
+from agentmem.tree.checkpoint import Checkpoint, check_name
+from agentmem.tree.fields import copy_extras
 from agentmem.tree.render import render
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ MAIN = "main"
 """The name of a new session's first branch."""
 
 
-class Session(BranchOwner):
+class Session:
     """All branches of one agent's work. Verbs act on the active branch, or on `branch=`.
 
     One thread at a time works on a session: others wait. Several sessions may be used from several threads.
@@ -265,7 +265,11 @@ class Session(BranchOwner):
             entry = self._entries.get(name)
             if entry is None or entry is self._in_use:
                 return False
-            self.ledger.demote(entry.state)
+            others = [
+                other.state for other in self._entries.values() if other is not entry and other.state.cursor.length
+            ]
+            shared = max((entry.state.blocks.common_prefix(other.blocks) for other in others), default=0)
+            self.ledger.demote(entry.state, shared)
             hot = [other for other in self._entries.values() if other.state.cursor.length]
             self.ledger.cool_all_but(hot)
             if not hot and self._in_use is None:

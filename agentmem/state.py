@@ -4,9 +4,10 @@ A state knows which of its tokens the model was fed, where their KV is, and how 
 compute it again. It knows nothing of names, records and transactions.
 """
 
+import contextlib
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -113,7 +114,7 @@ class BranchState:
 
         With no tokens, return the logits `[1, V]` of the last token, which feeds at most that one again.
         """
-        with Operation(self, "forward") as report:
+        with Operation(self, "forward") as report, self._undone_on_error():
             report.note_load(self.restore())
             if not tokens and not self.num_pending:
                 return self._feed_last_again()
@@ -126,7 +127,7 @@ class BranchState:
         The last one, which the model was not fed, is pending afterwards.
         """
         adapter = self._runtime.adapter
-        with Operation(self, "generate") as report:
+        with Operation(self, "generate") as report, self._undone_on_error():
             report.note_load(self.restore())
             report.note_load(self._reuse_pending(keep=1))
             self.compute(keep=self._runtime.config.prefill_chunk_tokens)
@@ -346,6 +347,16 @@ class BranchState:
         finally:
             feed.close()
         return kept[0] if len(kept) == 1 else torch.cat(kept)
+
+    @contextlib.contextmanager
+    def _undone_on_error(self) -> Iterator[None]:
+        """Take new tokens back when an operation fails; what it computed of older ones is kept."""
+        num_tokens = len(self.tokens)
+        try:
+            yield
+        except BaseException:
+            self.truncate(num_tokens)
+            raise
 
     def _feed_last_again(self) -> Tensor:
         if not len(self.tokens):

@@ -13,7 +13,6 @@ from agentmem._lmdb import Environment, Level, WriteTransaction
 from agentmem.adapter import Adapter
 from agentmem.config import Config
 from agentmem.errors import AlreadyExistsError, ClosedError
-from agentmem.tree.fields import copy_extras
 from agentmem.ids import new_session_id
 from agentmem.kv.hashing import root_hash
 from agentmem.ledger import Ledger, restore_entry
@@ -26,6 +25,7 @@ from agentmem.tiers.disk import DiskTier
 from agentmem.tiers.host import HostTier
 from agentmem.tiers.policy import eviction_order
 from agentmem.tree.checkpoint import SessionRecord, check_name
+from agentmem.tree.fields import copy_extras
 from agentmem.tree.tree import SessionTree
 from agentmem.view import StoreView
 
@@ -55,12 +55,13 @@ class Store(StoreView):
             InvalidInputError, FormatVersionError, CorruptionError, ReadOnlyError: The directory is no store that can be
                 used (see `Environment.open`).
         """
-        environment = Environment.open(path, create=True, reserve_nbytes=config.disk_reserve_nbytes)
+        adapter = make_adapter()
         try:
-            return cls(environment, make_adapter(), config)
+            environment = Environment.open(path, create=True, reserve_nbytes=config.disk_reserve_nbytes)
         except BaseException:
-            environment.close()
+            adapter.close()
             raise
+        return cls(environment, adapter, config)
 
     def create(self, name: str, *, extras: Mapping[str, object] | None = None) -> Session:
         """Make a session with one empty branch, "main".

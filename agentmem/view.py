@@ -9,6 +9,7 @@ from typing import Self
 
 from agentmem._lmdb import Environment, ReadTransaction
 from agentmem.config import Config
+from agentmem.errors import CorruptionError
 from agentmem.ids import SessionId
 from agentmem.tree.catalog import Catalog
 from agentmem.tree.checkpoint import BranchRecord, Checkpoint, Move, SessionRecord
@@ -98,7 +99,7 @@ class StoreView:
         self.environment.close()
 
     def _view(self, txn: ReadTransaction, record: SessionRecord) -> SessionView:
-        damaged: list[Exception] = []
+        damaged: list[CorruptionError] = []
         return SessionView(
             record=record,
             branches=self.catalog.branches(txn, record.session_id, damaged),

@@ -7,8 +7,7 @@ to a private segment, once, when the active branch diverges. This file knows not
     workspace   [ trunk ........ | active tail .. | free ]     slots = token positions
     run A            private segment [ A's own tokens ]        parent: trunk, from its token `start` on
 
-Source: SGLang's radix cache (runs) and the prototype's append-only segments (docs/experiments.md); the delta attach of a
-branch switch is the prototype's.
+Source: SGLang's radix cache (runs), and the append-only segments and delta attach of a prototype (docs/experiments.md).
 """
 
 import threading
@@ -404,8 +403,8 @@ class DeviceTier:
             self.make_room(self.nbytes + nbytes - self.budget_nbytes)
         if self.nbytes + nbytes > self.budget_nbytes:
             raise CapacityError(
-                f"KV for {num_tokens:,} tokens needs {nbytes:,} bytes more on the device; {self.nbytes:,} of the budget "
-                f"of {self.budget_nbytes:,} bytes are in use and nothing more can be evicted. Raise "
+                f"KV for {num_tokens:,} tokens needs {nbytes:,} bytes more on the device; {self.nbytes:,} bytes of the "
+                f"budget of {self.budget_nbytes:,} are in use and nothing more can be evicted. Raise "
                 f"Config.device_budget_nbytes, or rewind or drop branches"
             )
 

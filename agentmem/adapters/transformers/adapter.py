@@ -1,7 +1,7 @@
 """Runs a transformers model over branches: forward passes, generation, and the user's own loop.
 
-Hooks on the model see every forward pass that is given a branch's cache: they check its inputs, learn the token ids and,
-when all layers have written, advance the branch. A pass that fails leaves the branch as it was.
+Hooks on the model see every forward pass that is given a branch's cache: they check its inputs, learn the token ids
+and, when all layers have written, advance the branch. A pass that fails leaves the branch as it was.
 """
 
 import contextlib
@@ -19,7 +19,9 @@ from agentmem.config import Config
 from agentmem.errors import InvalidInputError
 
 _CACHE_NAMES = ("cache", "past_key_values")
-_PLAIN_INPUTS = frozenset({"input_ids", "attention_mask", "position_ids", "token_type_ids", "logits_to_keep", "cache_position"})
+_PLAIN_INPUTS = frozenset(
+    {"input_ids", "attention_mask", "position_ids", "token_type_ids", "logits_to_keep", "cache_position"}
+)
 
 _OURS = frozenset({*_CACHE_NAMES, "inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids"})
 """Options of `generate` that the branch itself fills in."""
@@ -67,7 +69,7 @@ class TransformersAdapter:
         self.tokenizer_hash, self.template_hash = tokenizer_hashes(tokenizer)
         self._tokenizer = tokenizer
         self._cache_argument = cache_argument(model)
-        self._vocab_size = model.get_input_embeddings().num_embeddings
+        self._vocab_size = _vocab_size(model)
         self._hooks = [
             model.register_forward_pre_hook(self._before_pass, with_kwargs=True),
             model.register_forward_hook(self._after_pass, with_kwargs=True),
@@ -81,7 +83,7 @@ class TransformersAdapter:
     def encode(self, text: str, *, is_first: bool) -> list[int]:
         """Return the ids of `text`; special tokens such as BOS are added only when it comes first."""
         if self._tokenizer is None:
-            raise InvalidInputError("the store was opened without a tokenizer: append token ids, or pass tokenizer= to open")
+            raise InvalidInputError("the store was opened without a tokenizer: append ids, or pass tokenizer= to open")
         return list(self._tokenizer(text, add_special_tokens=is_first)["input_ids"])
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -93,8 +95,8 @@ class TransformersAdapter:
         for index, token in enumerate(tokens):
             if not 0 <= token < self._vocab_size:
                 raise InvalidInputError(
-                    f"token {token} at index {index} is not in the model's vocabulary of {self._vocab_size:,}; nothing was "
-                    f"appended"
+                    f"token {token} at index {index} is not in the model's vocabulary of {self._vocab_size:,}; nothing "
+                    f"was appended"
                 )
 
     def forward(self, feed: Feed, tokens: Sequence[int], *, num_logits: int) -> Tensor:
@@ -109,7 +111,6 @@ class TransformersAdapter:
         """Continue `tokens`; return the new ids as sampled. Options are transformers' own, and `seed`."""
         settings = dict(options)
         seed = settings.pop("seed", None)
-        self._refuse_options(settings)
         inputs = torch.tensor([list(tokens)], dtype=torch.long, device=self.device)
         settings[self._cache_argument] = BranchCache(feed)
         settings["attention_mask"] = torch.ones_like(inputs)
@@ -118,7 +119,7 @@ class TransformersAdapter:
         if settings.get("stop_strings") is not None:
             settings.setdefault("tokenizer", self._tokenizer)
         with _seeded(seed, self.device):
-            output = self.model.generate(inputs, **settings)
+            output: Tensor = self.model.generate(inputs, **settings)  # type: ignore[operator]  # mixin method, seen as a module
         return [int(token) for token in output[0, len(tokens) :]]
 
     def cache(self, feed: Feed) -> BranchCache:
@@ -147,10 +148,11 @@ class TransformersAdapter:
         if cache is not None:
             cache.commit()
 
-    def _refuse_options(self, options: Mapping[str, object]) -> None:
+    def check_options(self, options: Mapping[str, object]) -> None:
+        """Refuse options of `generate` that a branch cannot serve, before anything is computed."""
         given = options.get("generation_config")
         for name in _OURS & options.keys():
-            raise InvalidInputError(f"generate({name}=...): the branch's own tokens and cache are used; append tokens instead")
+            raise InvalidInputError(f"generate({name}=...): the branch's own tokens and cache are used; append instead")
         for name, (fine, why) in _NEEDS_MORE.items():
             value = options.get(name, getattr(given, name, None) if isinstance(given, GenerationConfig) else None)
             if value is not None and value != fine:
@@ -159,6 +161,13 @@ class TransformersAdapter:
     def _pad_token_id(self, options: Mapping[str, object]) -> object:
         given = options.get("generation_config", self.model.generation_config)
         return options.get("pad_token_id", getattr(given, "pad_token_id", None))
+
+
+def _vocab_size(model: PreTrainedModel) -> int:
+    weight = model.get_input_embeddings().weight
+    if not isinstance(weight, Tensor):
+        raise InvalidInputError(f"{type(model).__name__} has no table of token embeddings to check ids against")
+    return int(weight.shape[0])
 
 
 def _branch_cache(args: tuple[object, ...], kwargs: Mapping[str, object]) -> BranchCache | None:
@@ -179,7 +188,7 @@ def _read_tokens(args: tuple[object, ...], kwargs: Mapping[str, object]) -> list
         raise InvalidInputError("a branch stores token ids: pass input_ids, not inputs_embeds, together with its cache")
     if ids.ndim != 2 or ids.shape[0] != 1:
         raise InvalidInputError(
-            f"input_ids of shape {list(ids.shape)}: a branch's cache takes one sequence, [1, tokens]; fork a branch for each"
+            f"input_ids of shape {list(ids.shape)}: a branch takes one sequence, [1, tokens]; fork a branch for each"
         )
     return [int(token) for token in ids[0].tolist()]
 
@@ -189,16 +198,16 @@ def _check_plain(inputs: Mapping[str, object], position: int, num_tokens: int) -
     mask = inputs.get("attention_mask")
     if isinstance(mask, Tensor) and (tuple(mask.shape) != (1, position + num_tokens) or not bool((mask == 1).all())):
         raise InvalidInputError(
-            f"attention_mask of shape {list(mask.shape)} hides tokens or does not cover the {position + num_tokens:,} tokens "
-            f"of the branch; a branch stores no padding: leave the mask out"
+            f"attention_mask of shape {list(mask.shape)} hides tokens or does not cover all {position + num_tokens:,} "
+            f"tokens of the branch; a branch stores no padding: leave the mask out"
         )
     positions = inputs.get("position_ids")
     if isinstance(positions, Tensor):
         wanted = torch.arange(position, position + num_tokens, device=positions.device)
         if positions.ndim != 2 or not torch.equal(positions[0].long(), wanted):
             raise InvalidInputError(
-                f"position_ids {positions.flatten()[:4].tolist()}... are shifted: the branch stands at {position:,} tokens and "
-                f"its tokens have consecutive positions; leave position_ids out"
+                f"position_ids {positions.flatten()[:4].tolist()}... are shifted: the branch stands at {position:,} "
+                f"and its tokens have consecutive positions; leave position_ids out"
             )
     kinds = inputs.get("token_type_ids")
     if isinstance(kinds, Tensor) and bool(kinds.any()):

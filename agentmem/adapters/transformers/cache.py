@@ -8,11 +8,21 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from torch import Tensor
-from transformers.cache_utils import Cache, DummyLayer, DynamicCache, DynamicLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from agentmem.adapter import Feed
 from agentmem.errors import InvalidInputError, SpecMismatchError, StaleCacheError
 from agentmem.kv.spec import LayerKind, LayerSpec
+
+CacheLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer
+"""What transformers allows in a cache's `layers`."""
 
 
 class _Pass:
@@ -52,7 +62,9 @@ class BranchLayer(DynamicLayer):
         """Get ready for the next pass."""
         self._has_written = False
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_args: object, **_kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_args: object, **_kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Write the new tokens' keys and values `[1, H, q, D]`; return all that the layer's queries may see.
 
         Raises:
@@ -61,7 +73,9 @@ class BranchLayer(DynamicLayer):
         """
         current = self._current
         if not current.is_running or self._has_written:
-            raise StaleCacheError("this cache only works inside the forward pass of the model that the store was opened with")
+            raise StaleCacheError(
+                "this cache only works inside the forward pass of the model that the store was opened with"
+            )
         keys, values = current.layers[self._index]
         position, stop = current.position, current.position + current.num_tokens
         _check_fits(key_states, keys, current.num_tokens)
@@ -104,11 +118,6 @@ class BranchSlidingLayer(BranchLayer):
         super().__init__(current, index)
         self.sliding_window = window
 
-    @property
-    def cumulative_length(self) -> int:
-        """Tokens cached so far."""
-        return self.get_seq_length()
-
     def get_max_length(self) -> int:
         """Return the window."""
         return self.sliding_window
@@ -120,8 +129,8 @@ class BranchSlidingLayer(BranchLayer):
 class BranchCache(DynamicCache):
     """The cache of one branch, for `model(..., cache=...)`, `past_key_values=` and `generate`.
 
-    It stands at the branch's tip and moves the branch with every forward pass. It is good until the branch moves by other
-    hands, or until the `with` block that made it ends.
+    It stands at the branch's tip and moves the branch with every forward pass. It is good until the branch moves by
+    other hands, or until the `with` block that made it ends.
     """
 
     def __init__(self, feed: Feed) -> None:
@@ -131,7 +140,7 @@ class BranchCache(DynamicCache):
         self._current.position = feed.position
         spec = feed.spec
         offsets = [sum(group.num_layers for group in spec.groups[:index]) for index in range(len(spec.groups))]
-        layers = [_make_layer(layer, self._current, offsets) for layer in spec.layers]
+        layers: list[CacheLayer] = [_make_layer(layer, self._current, offsets) for layer in spec.layers]
         self._stored = [layer for layer in layers if isinstance(layer, BranchLayer)]
         Cache.__init__(self, layers=layers)
 
@@ -157,7 +166,7 @@ class BranchCache(DynamicCache):
         current.is_running = False
         if current.num_written != len(self._stored):
             raise SpecMismatchError(
-                f"{current.num_written} of {len(self._stored)} layers wrote their KV in this pass; the branch is unchanged. "
+                f"{current.num_written} of {len(self._stored)} layers wrote KV in this pass; the branch is unchanged. "
                 f"Layers must not be skipped, and must use the cache that the model was given"
             )
         self._feed.commit()
@@ -194,7 +203,9 @@ class BranchCache(DynamicCache):
 
     def batch_repeat_interleave(self, repeats: int) -> NoReturn:
         """Refuse: one branch is one sequence."""
-        raise InvalidInputError(f"the cache of one branch cannot stand for {repeats} sequences; fork the branch instead")
+        raise InvalidInputError(
+            f"the cache of one branch cannot stand for {repeats} sequences; fork the branch instead"
+        )
 
     def batch_select_indices(self, _indices: Tensor) -> NoReturn:
         """Refuse: one branch is one sequence."""
@@ -206,7 +217,7 @@ class BranchCache(DynamicCache):
 
     def __deepcopy__(self, _memo: object) -> NoReturn:
         """Refuse: it would copy all KV."""
-        raise InvalidInputError("don't copy a branch's cache; session.fork(name) makes a branch in microseconds, copying no KV")
+        raise InvalidInputError("don't copy a branch's cache; session.fork(name) makes a branch in microseconds")
 
 
 def _make_layer(layer: LayerSpec, current: _Pass, offsets: list[int]) -> BranchLayer | DummyLayer:
@@ -222,6 +233,6 @@ def _check_fits(states: Tensor, slots: Tensor, num_tokens: int) -> None:
     wanted = (1, slots.shape[1], num_tokens, slots.shape[3])
     if tuple(states.shape) != wanted or states.dtype != slots.dtype:
         raise SpecMismatchError(
-            f"a layer wrote KV of shape {list(states.shape)} in {states.dtype}; the store was opened for {list(wanted)} in "
+            f"a layer wrote KV {list(states.shape)} in {states.dtype}; the store was opened for {list(wanted)} in "
             f"{slots.dtype}. Open it with the model in the dtype it runs in, without autocast"
         )

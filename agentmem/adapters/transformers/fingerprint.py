@@ -43,7 +43,9 @@ def model_fingerprint(model: PreTrainedModel, spec: KVSpec, num_threads: int) ->
     for (name, index, _), piece_sum in zip(pieces, sums, strict=True):
         weights.update(hash_fields(b"piece", (name.encode(), index.to_bytes(8, "little"), piece_sum)))
     for name, tensor in tensors:
-        weights.update(hash_fields(b"tensor", (name.encode(), str(tensor.dtype).encode(), str(tuple(tensor.shape)).encode())))
+        weights.update(
+            hash_fields(b"tensor", (name.encode(), str(tensor.dtype).encode(), str(tuple(tensor.shape)).encode()))
+        )
     config = model.config.get_text_config(decoder=True)
     fields = (
         type(model).__name__.encode(),
@@ -61,10 +63,8 @@ def tokenizer_hashes(tokenizer: PreTrainedTokenizerBase | None) -> tuple[str, st
     if tokenizer is None:
         return "", ""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        content = backend.to_str().encode()
-    else:
-        content = b"".join(_canonical(dict(tokenizer.get_vocab())))
+    vocabulary = _canonical(dict(tokenizer.get_vocab())) if backend is None else (backend.to_str().encode(),)
+    content = b"".join(vocabulary)
     template = getattr(tokenizer, "chat_template", None)
     template_hash = hashlib.blake2b(str(template).encode(), digest_size=16).hexdigest() if template else ""
     return hashlib.blake2b(content, digest_size=16).hexdigest(), template_hash
@@ -78,25 +78,27 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _digest(piece: Tensor) -> bytes:
-    return xxhash.xxh3_128_digest(memoryview(piece.cpu().contiguous().view(torch.uint8).numpy()))
+    return xxhash.xxh3_128_digest(piece.cpu().contiguous().view(torch.uint8).numpy().data)
 
 
 def _canonical(value: object) -> Iterator[bytes]:
     """Yield a config value as bytes that do not depend on dict order or on how floats print."""
     if isinstance(value, dict):
         for key in sorted(value, key=str):
-            if key not in _NOT_IDENTITY:
+            if key not in _NOT_IDENTITY and not str(key).endswith("_token_id"):
                 yield hash_fields(b"entry", (str(key).encode(), *_canonical(value[key])))
     elif isinstance(value, list | tuple | set | frozenset):
         items = sorted(value, key=str) if isinstance(value, set | frozenset) else value
         yield hash_fields(b"list", (hash_fields(b"item", _canonical(item)) for item in items))
     elif isinstance(value, float):
         yield b"float:" + value.hex().encode()
-    else:
+    elif value is None or isinstance(value, str | int | torch.dtype):
         yield type(value).__name__.encode() + b":" + str(value).encode()
+    else:  # an object prints its address, which differs in every process
+        yield type(value).__name__.encode()
 
 
 def _adapters(model: PreTrainedModel) -> Iterator[bytes]:
-    """Yield the names of the active LoRA adapters; their weights are among the parameters. No adapter yields nothing."""
+    """Yield the names of active LoRA adapters, whose weights are among the parameters. No adapter yields nothing."""
     if getattr(model, "_hf_peft_config_loaded", False):
         yield from (hash_fields(b"adapter", (name.encode(),)) for name in model.active_adapters())

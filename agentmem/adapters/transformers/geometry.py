@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DummyLayer, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -33,10 +32,10 @@ def derive_spec(model: PreTrainedModel, block_size: int) -> KVSpec:
     _refuse_unsupported(model)
     cache = _probe(model)
     kinds = [_kind(model, index, layer) for index, layer in enumerate(cache.layers)]
-    shapes = [_shape(layer) if kind is not LayerKind.SHARED else None for kind, layer in zip(kinds, cache.layers, strict=True)]
+    shapes = [_shape(layer) for layer in cache.layers]
     if not any(shapes):
         raise UnsupportedModelError(
-            f"{_name(model)} did not use the cache it was given: its state lives elsewhere, and agentmem cannot store it"
+            f"{_name(model)} did not use the cache it was given: its state lives elsewhere and cannot be stored"
         )
     groups: dict[tuple[int, int, int], list[int]] = {}
     for index, shape in enumerate(shapes):
@@ -48,7 +47,7 @@ def derive_spec(model: PreTrainedModel, block_size: int) -> KVSpec:
         if shape is None:
             layers.append(LayerSpec(kind=kind if kind is LayerKind.SHARED else LayerKind.EMPTY, group=None, row=0))
             continue
-        window = cache.layers[index].sliding_window if kind in {LayerKind.SLIDING, LayerKind.CHUNKED} else None
+        window = getattr(cache.layers[index], "sliding_window", None)
         layers.append(LayerSpec(kind=kind, group=order.index(shape), row=groups[shape].index(index), window=window))
     return KVSpec(
         layers=tuple(layers),
@@ -67,13 +66,17 @@ def _probe(model: PreTrainedModel) -> DynamicCache:
     try:
         cache = DynamicCache(config=config)
     except KeyError as error:
-        raise UnsupportedModelError(f"{_name(model)} has layers of type {error}, which agentmem does not store yet") from error
+        raise UnsupportedModelError(
+            f"{_name(model)} has layers of type {error}, which agentmem does not store yet"
+        ) from error
     for index, layer in enumerate(cache.layers):
         _kind(model, index, layer)
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     with torch.no_grad():
         output = model(input_ids=token, use_cache=True, **{cache_argument(model): cache})
-    returned = getattr(output, "cache", None) or getattr(output, "past_key_values", None)
+    returned: object = getattr(output, "cache", None)
+    if returned is None:
+        returned = getattr(output, "past_key_values", None)
     if returned is not cache:
         raise UnsupportedModelError(
             f"{_name(model)} does not work on the DynamicCache it is given (it returned {type(returned).__name__}); "
@@ -95,17 +98,22 @@ def _kind(model: PreTrainedModel, index: int, layer: object) -> LayerKind:
         modes = getattr(config, "kv_sharing_modes", None)
         return LayerKind.SHARED if modes is not None and modes[index] == "reuse" else LayerKind.EMPTY
     raise UnsupportedModelError(
-        f"layer {index} of {_name(model)} keeps its state in a {type(layer).__name__}, which agentmem does not store yet; "
+        f"layer {index} of {_name(model)} keeps its state in a {type(layer).__name__}, which is not stored yet; "
         f"full, sliding-window, chunked and shared attention layers are supported"
     )
 
 
-def _shape(layer: DynamicLayer) -> tuple[int, int, int] | None:
+def _shape(layer: object) -> tuple[int, int, int] | None:
     """Return (heads, key dim, value dim) of what the probe left in the layer; None when it left nothing."""
-    keys, values = layer.keys, layer.values
-    if keys is None or values is None or keys.numel() == 0:
+    if not isinstance(layer, DynamicLayer) or layer.keys is None or layer.values is None or not layer.keys.numel():
         return None
-    if keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != (1, keys.shape[1], 1) or values.shape[:3] != keys.shape[:3]:
+    keys, values = layer.keys, layer.values
+    if (
+        keys.ndim != 4
+        or values.ndim != 4
+        or keys.shape[:3] != (1, keys.shape[1], 1)
+        or values.shape[:3] != keys.shape[:3]
+    ):
         raise UnsupportedModelError(
             f"a layer's keys and values have the shapes {tuple(keys.shape)} and {tuple(values.shape)}; agentmem stores "
             f"[batch, heads, tokens, dim] with as many heads in both"
@@ -114,12 +122,13 @@ def _shape(layer: DynamicLayer) -> tuple[int, int, int] | None:
 
 
 def _kv_dtype(model: PreTrainedModel, cache: DynamicCache) -> str:
-    tensors: list[Tensor] = [
-        tensor for layer in cache.layers for tensor in (layer.keys, layer.values) if tensor is not None and tensor.numel()
-    ]
-    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
+    layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
+    tensors = [tensor for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None]
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors if tensor.numel()}
     if len(dtypes) != 1 or not dtypes <= DTYPE_NBYTES.keys():
-        raise UnsupportedModelError(f"{_name(model)} has KV of dtypes {sorted(dtypes)}; agentmem stores one float dtype")
+        raise UnsupportedModelError(
+            f"{_name(model)} has KV of dtypes {sorted(dtypes)}; agentmem stores one float dtype"
+        )
     return dtypes.pop()
 
 
@@ -135,14 +144,14 @@ def _refuse_unsupported(model: PreTrainedModel) -> None:
     for module in model.modules():
         if hasattr(module, "rope_deltas"):
             raise UnsupportedModelError(
-                f"{name} keeps position deltas on the module ({type(module).__name__}.rope_deltas), which would leak from "
-                f"one branch into another; agentmem does not support that yet"
+                f"{name} keeps position deltas on a module ({type(module).__name__}.rope_deltas), which would leak "
+                f"from one branch into another; agentmem does not support that yet"
             )
         for scheme in _rope_schemes(module):
             if any(word in scheme for word in _LENGTH_DEPENDENT_ROPE):
                 raise UnsupportedModelError(
-                    f"{name} uses {scheme!r} rotary positions, whose base depends on the sequence's length: its KV cannot "
-                    f"be shared by prefix, and agentmem does not support it yet"
+                    f"{name} uses {scheme!r} rotary positions, whose base depends on the sequence length: its KV "
+                    f"cannot be shared by prefix, and agentmem does not support it yet"
                 )
 
 
