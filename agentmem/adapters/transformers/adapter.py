@@ -102,7 +102,7 @@ class TransformersAdapter:
     def forward(self, feed: Feed, tokens: Sequence[int], *, num_logits: int) -> Tensor:
         """Feed `tokens`; return the logits `[num_logits, V]` of the last `num_logits` of them."""
         inputs = torch.tensor([list(tokens)], dtype=torch.long, device=self.device)
-        options = {self._cache_argument: BranchCache(feed), "use_cache": True, "logits_to_keep": num_logits}
+        options = {self._cache_argument: BranchCache(feed, self), "use_cache": True, "logits_to_keep": num_logits}
         with torch.no_grad():
             logits: Tensor = self.model(input_ids=inputs, **options).logits[0]
         return logits[-num_logits:]
@@ -112,7 +112,7 @@ class TransformersAdapter:
         settings = dict(options)
         seed = settings.pop("seed", None)
         inputs = torch.tensor([list(tokens)], dtype=torch.long, device=self.device)
-        settings[self._cache_argument] = BranchCache(feed)
+        settings[self._cache_argument] = BranchCache(feed, self)
         settings["attention_mask"] = torch.ones_like(inputs)
         if self._pad_token_id(settings) is None:
             settings["pad_token_id"] = 0  # never used in a batch of 1; silences a warning
@@ -124,7 +124,7 @@ class TransformersAdapter:
 
     def cache(self, feed: Feed) -> BranchCache:
         """Return a cache for the user's own loop."""
-        return BranchCache(feed)
+        return BranchCache(feed, self)
 
     def close(self) -> None:
         """Take the hooks off the model."""
@@ -134,7 +134,7 @@ class TransformersAdapter:
     def _before_pass(
         self, _module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]] | None:
-        cache = _branch_cache(args, kwargs)
+        cache = self._own_cache(args, kwargs)
         if cache is not None:
             tokens = _read_tokens(args, kwargs)
             _check_plain(kwargs, cache.position, len(tokens))
@@ -144,7 +144,7 @@ class TransformersAdapter:
     def _after_pass(
         self, _module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object], _output: object
     ) -> None:
-        cache = _branch_cache(args, kwargs)
+        cache = self._own_cache(args, kwargs)
         if cache is not None:
             cache.commit()
 
@@ -158,6 +158,13 @@ class TransformersAdapter:
             if value is not None and value != fine:
                 raise InvalidInputError(f"generate({name}={value!r}): {why}")
 
+    def _own_cache(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> BranchCache | None:
+        """Return the branch's cache that a pass was given, if it comes from this adapter: one model may serve several."""
+        for value in (*(kwargs.get(name) for name in _CACHE_NAMES), *args):
+            if isinstance(value, BranchCache) and value.owner is self:
+                return value
+        return None
+
     def _pad_token_id(self, options: Mapping[str, object]) -> object:
         given = options.get("generation_config", self.model.generation_config)
         return options.get("pad_token_id", getattr(given, "pad_token_id", None))
@@ -168,13 +175,6 @@ def _vocab_size(model: PreTrainedModel) -> int:
     if not isinstance(weight, Tensor):
         raise InvalidInputError(f"{type(model).__name__} has no table of token embeddings to check ids against")
     return int(weight.shape[0])
-
-
-def _branch_cache(args: tuple[object, ...], kwargs: Mapping[str, object]) -> BranchCache | None:
-    for value in (*(kwargs.get(name) for name in _CACHE_NAMES), *args):
-        if isinstance(value, BranchCache):
-            return value
-    return None
 
 
 def _read_tokens(args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[int]:

@@ -133,8 +133,9 @@ class BranchCache(DynamicCache):
     other hands, or until the `with` block that made it ends.
     """
 
-    def __init__(self, feed: Feed) -> None:
-        """Stand for the branch behind `feed`."""
+    def __init__(self, feed: Feed, owner: object) -> None:
+        """Stand for the branch behind `feed`; `owner` is the adapter whose hooks see its passes."""
+        self.owner = owner
         self._feed = feed
         self._current = _Pass()
         self._current.position = feed.position
