@@ -7,6 +7,7 @@ store holds and never opens LMDB.
 import os
 import struct
 from pathlib import Path
+from typing import NamedTuple
 
 from agentmem.errors import CorruptionError, InvalidInputError, NotFoundError, ReadOnlyError
 
@@ -23,6 +24,12 @@ _NETWORK_TYPES = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "ceph", "gluste
 # u64; two tables of 48 bytes each, the first of which starts with the page size as u32; last page u64, transaction u64.
 _META = struct.Struct("=16xIIQQI44x48xQQ")
 _MAGIC = 0xBEEFC0DE
+
+
+class _MetaPage(NamedTuple):
+    page_nbytes: int
+    last_page: int
+    transaction: int
 
 
 def create(path: Path) -> None:
@@ -72,22 +79,31 @@ def check(path: Path, *, create: bool) -> None:
         raise InvalidInputError(f"{str(path)!r} is no store: its {DATA_FILE} is another kind of file")
 
 
+def nbytes(data_file: Path) -> int:
+    """Return the size of the file, 0 when there is none."""
+    return data_file.stat().st_size if data_file.exists() else 0
+
+
 def missing_nbytes(data_file: Path) -> int:
     """Return how many bytes the file is shorter than its newest meta page says; 0 for a whole or empty file.
 
     Raises:
         CorruptionError: Not even the meta pages are there.
     """
-    size = data_file.stat().st_size if data_file.exists() else 0
-    if size == 0:
+    if nbytes(data_file) == 0:
         return 0
-    with data_file.open("rb") as file:
-        first = _read_meta(file.read(_META.size), data_file)
-        file.seek(first[0])
-        second = _read_meta(file.read(_META.size), data_file)
-    page_nbytes, last_page, _ = max(first, second, key=lambda meta: meta[2])
-    # The size is taken again: another process may have grown the file between the two reads.
-    return max(0, (last_page + 1) * page_nbytes - data_file.stat().st_size)
+    meta = _newest_meta(data_file)
+    # The size is taken last: another process may be growing the file.
+    return max(0, (meta.last_page + 1) * meta.page_nbytes - nbytes(data_file))
+
+
+def last_transaction(data_file: Path) -> int:
+    """Return the number of the newest commit in the file.
+
+    Raises:
+        CorruptionError: The meta pages are damaged.
+    """
+    return _newest_meta(data_file).transaction
 
 
 def free_nbytes(path: Path) -> int:
@@ -162,11 +178,18 @@ def _is_data_file(data_file: Path) -> bool:
     return not head or (len(head) == 24 and head[16:20] == struct.pack("=I", _MAGIC))
 
 
-def _read_meta(data: bytes, data_file: Path) -> tuple[int, int, int]:
-    """Return page size, last page and transaction of one meta page."""
+def _newest_meta(data_file: Path) -> _MetaPage:
+    with data_file.open("rb") as file:
+        first = _read_meta(file.read(_META.size), data_file)
+        file.seek(first.page_nbytes)
+        second = _read_meta(file.read(_META.size), data_file)
+    return max(first, second, key=lambda meta: meta.transaction)
+
+
+def _read_meta(data: bytes, data_file: Path) -> _MetaPage:
     if len(data) < _META.size:
         raise CorruptionError(f"{str(data_file)!r} is cut off within its first pages: restore it from a backup")
     magic, _, _, _, page_nbytes, last_page, transaction = _META.unpack(data)
     if magic != _MAGIC or not 512 <= page_nbytes <= 65536:
         raise CorruptionError(f"{str(data_file)!r} has a damaged first page: restore it from a backup")
-    return page_nbytes, last_page, transaction
+    return _MetaPage(page_nbytes, last_page, transaction)

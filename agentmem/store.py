@@ -63,6 +63,11 @@ class Store(StoreView):
             raise
         return cls(environment, adapter, config)
 
+    @property
+    def token_nbytes(self) -> int:
+        """Bytes of KV that one token takes on the device, over all layers."""
+        return self._runtime.adapter.spec.token_nbytes
+
     def create(self, name: str, *, extras: Mapping[str, object] | None = None) -> Session:
         """Make a session with one empty branch, "main".
 
@@ -243,6 +248,8 @@ class Store(StoreView):
                 return
             if session.evict(name):
                 self._runtime.counters.add("branches_evicted")
+            if self._runtime.device.nbytes > goal:
+                self.environment.flush()  # KV stays on the device until the disk has it
 
 
 def _make_runtime(environment: Environment, adapter: Adapter, config: Config) -> Runtime:

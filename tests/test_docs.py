@@ -98,8 +98,9 @@ def test_the_code_of_a_document_runs_from_top_to_bottom(path, no_download, tmp_p
         elif block.is_run:
             for command in block.commands():
                 words = shlex.split(command, comments=True)
-                if words[0] == "agentmem" and run_agentmem(*words[1:], cwd=tmp_path).returncode != 0:
-                    failed.append(f"{path.name}:{block.line}: {command}")
+                if words[0] == "agentmem":
+                    done = run_agentmem(*words[1:], cwd=tmp_path)
+                    failed += [f"{command}: {done.stderr.strip()}"] if done.returncode else []
 
     assert failed == []
 

@@ -75,8 +75,8 @@ def test_a_tiny_model_generates_as_many_tokens_as_it_is_asked_for(llama):
 def test_an_unknown_family_is_refused_by_name():
     from agentmem.testing.models import tiny_model
 
-    with pytest.raises(InvalidInputError, match=r"'lama'.*llama"):
-        tiny_model("lama")
+    with pytest.raises(InvalidInputError, match=r"'lamma'.*llama"):
+        tiny_model("lamma")
 
 
 @pytest.mark.slow

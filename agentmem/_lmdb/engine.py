@@ -22,6 +22,8 @@ from agentmem.errors import (
 
 _MAX_MAP_NBYTES = 1 << 40
 _MIN_MAP_NBYTES = 1 << 28
+_MAX_VERIFY_NBYTES = 64 << 20  # about 15 ms
+_NUM_VERIFY_TRIES = 3
 
 # The first line whose classes or codes match an error gives its meaning. Disk full has no line: LMDB says EIO.
 _MEANINGS: list[tuple[tuple[type[lmdb.Error], ...], set[int], type[AgentMemError], str]] = [
@@ -46,7 +48,9 @@ _MEANINGS: list[tuple[tuple[type[lmdb.Error], ...], set[int], type[AgentMemError
 def translate(error: lmdb.Error, path: Path) -> AgentMemError:
     """Return our error for LMDB's, about the store at `path`."""
     if "already open in this process" in str(error):
-        return StoreLockedError(f"{str(path)!r} is already open in this process: use that handle, or close it")
+        return StoreLockedError(
+            f"{str(path)!r} is already open in this process (or was, when it forked): use that handle, or close it"
+        )
     for classes, codes, meaning, advice in _MEANINGS:
         if isinstance(error, classes) or getattr(error, "code", None) in codes:
             return meaning(f"LMDB cannot use {str(path)!r}: {advice} ({error})")
@@ -123,25 +127,35 @@ def open_tables(env: lmdb.Environment, path: Path) -> tuple[Handles, StoreFormat
     return {table: env.open_db(table.value.encode(), create=False) for table in Table}, store_format
 
 
-def require_whole(data_file: Path, *, read_only: bool) -> None:
-    """Refuse a data file that was cut off: LMDB would die of SIGBUS.
+def require_sound(data_file: Path, *, read_only: bool) -> None:
+    """Refuse a data file that was cut off, and a small one whose structure is damaged: LMDB would die of SIGBUS.
 
-    A file may be short without harm: pages that were taken at its end and freed in the same transaction are never
-    written. If no table and no free list misses them, the file is made as long as LMDB believes it to be.
+    A damaged page may give a value a length that reaches beyond the file's end; in a large file that is unlikely, and
+    the walk would take too long. A file may be short without harm: pages that were taken at its end and freed in the
+    same transaction are never written. Then it is made as long as LMDB believes it to be.
 
     Raises:
-        CorruptionError: Pages that are in use are missing.
+        CorruptionError: Pages that are in use are missing or damaged.
     """
     missing_nbytes = _directory.missing_nbytes(data_file)
-    if not missing_nbytes:
+    if not missing_nbytes and not 0 < _directory.nbytes(data_file) <= _MAX_VERIFY_NBYTES:
         return
-    problems = verify(data_file)
+    problems = _verify_at_rest(data_file)
     if problems:
-        raise CorruptionError(
-            f"{str(data_file)!r} is cut off: {missing_nbytes} bytes are missing ({problems[0]}); restore a backup"
-        )
-    if not read_only:
-        os.truncate(data_file, data_file.stat().st_size + missing_nbytes)
+        cut = f", {missing_nbytes} bytes are missing at its end" if missing_nbytes else ""
+        raise CorruptionError(f"{str(data_file)!r} is damaged{cut}: {problems[0]}; restore it from a backup")
+    if missing_nbytes and not read_only:
+        os.truncate(data_file, _directory.nbytes(data_file) + missing_nbytes)
+
+
+def _verify_at_rest(data_file: Path) -> list[str]:
+    """Verify a file that another process may be writing: what a commit changed meanwhile is no damage."""
+    for _ in range(_NUM_VERIFY_TRIES):
+        transaction = _directory.last_transaction(data_file)
+        problems = verify(data_file)
+        if not problems or transaction == _directory.last_transaction(data_file):
+            return problems
+    return []
 
 
 def verify(data_file: Path) -> list[str]:

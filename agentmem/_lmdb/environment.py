@@ -77,7 +77,7 @@ class Environment:
         name = _directory.READERS_LOCK if read_only else _directory.STORE_LOCK
         lock = FileLock.acquire(path / name, exclusive=not read_only)
         try:
-            engine.require_whole(path / _directory.DATA_FILE, read_only=read_only)
+            engine.require_sound(path / _directory.DATA_FILE, read_only=read_only)
             env = engine.open_lmdb(path, read_only=read_only)
             try:
                 _make_if_new(env, path, can_create=can_create)
@@ -212,7 +212,8 @@ class Environment:
     def _refuse_closed(self) -> None:
         if os.getpid() != self._pid:
             raise ClosedError(
-                f"{str(self.path)!r} was opened by process {self._pid}, before this process forked: open it again here"
+                f"{str(self.path)!r} was opened by process {self._pid}, from which this one was forked: LMDB cannot be "
+                "used across a fork; start workers with 'spawn', or fork before opening"
             )
         if self._is_closed:
             raise ClosedError(f"the store {str(self.path)!r} is closed: open it again")

@@ -10,6 +10,9 @@ to a private segment, once, when the active branch diverges. This file knows not
 Source: SGLang's radix cache (runs), and the append-only segments and delta attach of a prototype (docs/experiments.md).
 """
 
+import contextlib
+import math
+import mmap
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,6 +29,9 @@ KEEP_COPY_TOKENS = 256
 
 GRANULE = 16
 """Capacities are multiples of this many tokens."""
+
+HUGE_PAGES_FROM_NBYTES = 4 << 20
+"""Sections of this size lie on huge pages on a CPU: touching them first costs a quarter (benchmarks/path.py)."""
 
 
 class Storage:
@@ -388,10 +394,8 @@ class DeviceTier:
         nbytes = capacity * self.spec.token_nbytes
         self._require(nbytes - replaces, capacity)
         with torch.inference_mode(mode=False):
-            sections = [
-                torch.empty(shape, dtype=getattr(torch, self.spec.dtype), device=self.device)
-                for shape in self.spec.section_shapes(capacity)
-            ]
+            dtype = getattr(torch, self.spec.dtype)
+            sections = [_empty(shape, dtype, self.device) for shape in self.spec.section_shapes(capacity)]
         storage = Storage(sections, capacity, nbytes)
         self._storages.add(storage)
         return storage
@@ -407,6 +411,17 @@ class DeviceTier:
                 f"budget of {self.budget_nbytes:,} are in use and nothing more can be evicted. Raise "
                 f"Config.device_budget_nbytes, or rewind or drop branches"
             )
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return uninitialised memory, on huge pages where that pays and the system has them."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or nbytes < HUGE_PAGES_FROM_NBYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel built without huge pages: small ones do as well
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def empty_sections(spec: KVSpec, num_tokens: int) -> list[Tensor]:

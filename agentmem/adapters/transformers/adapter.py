@@ -159,7 +159,7 @@ class TransformersAdapter:
                 raise InvalidInputError(f"generate({name}={value!r}): {why}")
 
     def _own_cache(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> BranchCache | None:
-        """Return the branch's cache that a pass was given, if it comes from this adapter: one model may serve several."""
+        """Return the cache that a pass was given, if it comes from this adapter: a model may serve several stores."""
         for value in (*(kwargs.get(name) for name in _CACHE_NAMES), *args):
             if isinstance(value, BranchCache) and value.owner is self:
                 return value

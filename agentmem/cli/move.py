@@ -1,0 +1,56 @@
+"""`export` and `import`: carry a session or a branch from one store to another, in one file."""
+
+import argparse
+from dataclasses import asdict
+
+from agentmem._lmdb import Environment
+from agentmem.bundle import read_bundle
+from agentmem.cli.result import Result
+from agentmem.cli.source import open_view
+from agentmem.cli.text import count, plain, size
+from agentmem.tiers.disk import DiskTier
+from agentmem.transfer import ExportReport, ImportReport, export_session, import_session
+from agentmem.tree.catalog import Catalog
+
+
+def export(arguments: argparse.Namespace) -> Result:
+    """Write a session, or one branch of it, into a file; also beside a process that writes."""
+    with open_view(arguments.store) as store:
+        report = export_session(
+            store.environment,
+            store.catalog,
+            DiskTier(store.environment),
+            arguments.session,
+            arguments.file,
+            branch=arguments.branch,
+        )
+    return Result(
+        document={"store": str(arguments.store), "file": str(arguments.file), **asdict(report)},
+        text=lambda: f"{_contents(report)}\nfile of {size(report.nbytes)}: {arguments.file}",
+    )
+
+
+def import_(arguments: argparse.Namespace) -> Result:
+    """Read a file that `export` wrote into a store, which is made when there is none."""
+    with read_bundle(arguments.file):
+        pass  # a file that is no export must not leave an empty store behind
+    with Environment.open(arguments.store, create=True) as environment:
+        report = import_session(
+            environment, Catalog(environment), DiskTier(environment), arguments.file, name=arguments.name
+        )
+    num_known = report.num_blocks - report.num_new_blocks
+    return Result(
+        document={"store": str(arguments.store), "file": str(arguments.file), **asdict(report)},
+        text=lambda: f"{_contents(report)}\nthe store had {count(num_known, 'block')} of these already",
+    )
+
+
+COMMANDS = {"export": export, "import": import_}
+
+
+def _contents(report: ExportReport | ImportReport) -> str:
+    return (
+        f"session {plain(report.session)}: {count(len(report.branches), 'branch')}, "
+        f"{count(report.num_checkpoints, 'checkpoint')}, {count(report.num_blocks, 'block')} "
+        f"({size(report.raw_nbytes)} of KV)"
+    )

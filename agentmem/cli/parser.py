@@ -1,0 +1,150 @@
+"""The words of the command line and what each takes.
+
+Knows nothing of what the words do: `agentmem --help` imports no store.
+"""
+
+import argparse
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from agentmem._version import __version__
+from agentmem.config import Config
+from agentmem.errors import InvalidInputError
+
+_DESCRIPTION = "Look into stores of KV caches, and take care of them. No command needs a model."
+
+_EPILOG = """\
+every command:   agentmem COMMAND STORE ...   STORE is the directory of the store
+                 --json prints one JSON document; errors go to stderr
+
+exit codes:      0 done    1 damage found    2 wrong input    3 locked by another process    4 not found
+                 5 no room    6 not writable    7 needs a newer agentmem
+
+examples:        agentmem ls runs.agentmem
+                 agentmem show runs.agentmem ticket-4711/patch-a
+                 agentmem check runs.agentmem --read-data=10%
+"""
+
+_TARGET = "SESSION[/NAME]"
+_WHOLE = "100%"
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose complaints are ours, so that they too come as one line or as JSON."""
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse the command.
+
+        Raises:
+            InvalidInputError: Always.
+        """
+        raise InvalidInputError(f"{message}; see `{self.prog} --help`")
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Return what a command line means: `command`, `store`, `json`, and what the command takes.
+
+    Raises:
+        InvalidInputError: It means nothing.
+    """
+    # argparse would take the word behind a bare --read-data for its value.
+    return build_parser().parse_args([f"{word}={_WHOLE}" if word == "--read-data" else word for word in words])
+
+
+def build_parser() -> Parser:
+    """Make the parser of all commands."""
+    parser = Parser(
+        prog="agentmem",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"agentmem {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, title="commands")
+    for add in (_add_looking, _add_caring, _add_moving):
+        add(commands)
+    return parser
+
+
+def _add_looking(commands: "argparse._SubParsersAction[Parser]") -> None:
+    _command(commands, "ls", "list the sessions of a store")
+    log = _command(commands, "log", "draw a session's tree: checkpoints, branches, own and total tokens")
+    log.add_argument("session", metavar="SESSION", help="name of the session")
+    log.add_argument("--all", action="store_true", help="draw the automatic checkpoints too where nothing happens")
+    show = _command(commands, "show", "tell everything about one session, branch or checkpoint")
+    show.add_argument("target", metavar=_TARGET, help="a session; NAME is a branch or the first digits of an id")
+    show.add_argument("--reflog", action="store_true", help="list every move of the branch, or of all branches")
+    _command(commands, "stats", "count sessions, blocks and bytes, raw and stored")
+    du = _command(commands, "du", "tell the bytes of each branch: its own, and shared with others")
+    du.add_argument("session", metavar="SESSION", nargs="?", help="only the branches of this session")
+
+
+def _add_caring(commands: "argparse._SubParsersAction[Parser]") -> None:
+    check = _command(commands, "check", "verify structure, checksums, references and counts")
+    check.add_argument(
+        "--read-data",
+        metavar="N%",
+        nargs="?",
+        const=1.0,
+        type=_fraction,
+        help="also decode blocks and compare them with their names: all, or N%% chosen at random",
+    )
+    gc = _command(commands, "gc", "remove what nothing names any more, once its grace is over")
+    gc.add_argument(
+        "--grace",
+        metavar="SECONDS",
+        type=_seconds,
+        default=Config().gc_grace_s,
+        help="for so long dropped things can be brought back (default: %(default)g)",
+    )
+    gc.add_argument("--dry-run", action="store_true", help="change nothing; say what would go")
+    rm = _command(commands, "rm", "give up a session or a branch")
+    rm.add_argument("target", metavar="SESSION[/BRANCH]", help="what to remove")
+    rm.add_argument("--yes", action="store_true", help="do it; without, only say what would be removed")
+    _command(commands, "compact", "rewrite the data file without its free space; nobody may have the store open")
+
+
+def _add_moving(commands: "argparse._SubParsersAction[Parser]") -> None:
+    export = _command(commands, "export", "write a session or a branch, KV included, into one portable file")
+    export.add_argument("session", metavar="SESSION", help="name of the session")
+    export.add_argument("file", metavar="FILE", type=Path, help="the file; an older export there is replaced")
+    export.add_argument("--branch", metavar="BRANCH", help="only this branch (default: all)")
+    import_ = _command(commands, "import", "read such a file into a store, verifying all of it")
+    import_.add_argument("file", metavar="FILE", type=Path, help="a file that `agentmem export` wrote")
+    import_.add_argument("--as", metavar="NAME", dest="name", help="call the session so (default: as in the file)")
+
+
+def _command(commands: "argparse._SubParsersAction[Parser]", word: str, summary: str) -> Parser:
+    command = commands.add_parser(
+        word, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", allow_abbrev=False
+    )
+    command.add_argument("store", metavar="STORE", type=Path, help="the store's directory")
+    command.add_argument("--json", action="store_true", help="print one JSON document")
+    return command
+
+
+def _fraction(text: str) -> float:
+    number = _number(text.removesuffix("%")) / 100
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no part of the blocks: give more than 0% and at most 100%")
+    return number
+
+
+def _seconds(text: str) -> float:
+    number = _number(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time: give 0 or more seconds")
+    return number
+
+
+def _number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number")
+    return number

@@ -1,0 +1,57 @@
+"""What `agentmem.open` takes, and where the time goes: every weight is read, so that no other model is taken for this one.
+
+    python benchmarks/open.py [--quick]
+"""
+
+import tempfile
+from pathlib import Path
+
+import agentmem
+from harness import MB, NUM_THREADS, Options, Row, Times, check, load_model, main, time_calls
+
+from agentmem._lmdb import Environment
+from agentmem.adapters.transformers.fingerprint import model_fingerprint, tokenizer_hashes
+from agentmem.adapters.transformers.geometry import derive_spec
+
+MAX_S = 1.0
+
+
+def run(options: Options) -> dict[str, object]:
+    """Time the whole and each part."""
+    model, tokenizer = load_model()
+    num_calls = options.repeats(full=7, quick=3)
+    spec = derive_spec(model, 64)
+    nbytes = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        path = Path(folder) / "store"
+        whole = Times()
+        for _ in range(num_calls):
+            with whole.run():
+                store = agentmem.open(path, model=model, tokenizer=tokenizer)
+            store.close()
+        directory = time_calls(lambda: Environment.open(path).close(), num_calls)
+    probe = time_calls(lambda: derive_spec(model, 64), num_calls)
+    weights = time_calls(lambda: model_fingerprint(model, spec, NUM_THREADS), num_calls)
+    names = time_calls(lambda: tokenizer_hashes(tokenizer), num_calls)
+    rows = [
+        row("agentmem.open", whole),
+        row("  feed one token, read the geometry", probe),
+        row(f"  hash {nbytes / MB:,.0f} MB of weights", weights) | {"GB/s": nbytes / weights.median / 1e9},
+        row("  hash tokenizer and template", names),
+        row("  open and close the directory", directory),
+    ]
+    return {
+        "benchmark": "open",
+        "what": f"SmolLM2 bf16, {NUM_THREADS} threads",
+        "rows": rows,
+        "checks": [check("agentmem.open, s", whole.median, MAX_S)],
+    }
+
+
+def row(what: str, times: Times) -> Row:
+    """Return one line of the table."""
+    return {"what": what, **times.columns("ms", 1e3), "CPU ms": times.cpu * 1e3}
+
+
+if __name__ == "__main__":
+    main(run)
