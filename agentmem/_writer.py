@@ -227,7 +227,6 @@ class Writer(Generic[TransactionT]):
 
     def _commit_group(self, group: list[Operation[TransactionT]]) -> Sequence[Outcome]:
         is_durable = any(operation.level is Level.DURABLE for operation in group)
-        self._is_unsynced = True
         outcomes = self._commit(group, is_durable)
         self._is_unsynced = not is_durable
         return outcomes
@@ -236,7 +235,10 @@ class Writer(Generic[TransactionT]):
         error = outcome.error
         if operation.level is Level.QUEUED and error is not None and self._failure is None:
             self._failure = error
-        elif operation.level is Level.DURABLE and error is None and self._failure is not None:
+        elif operation.level is Level.DURABLE and error is not None and self._failure is not None:
+            error.add_note(f"An earlier queued write failed too: {self._failure}")
+            self._failure = None
+        elif operation.level is Level.DURABLE and self._failure is not None:
             error, self._failure = self._failure, None
             error.add_note("This is the failure of an earlier queued write; the write that raises it is stored.")
         if error is not None:

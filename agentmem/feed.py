@@ -19,6 +19,7 @@ class FedBranch(Protocol):
     name: str
     cursor: Cursor
     num_computed: int
+    num_rewinds: int
 
     @property
     def spec(self) -> KVSpec:
@@ -57,6 +58,7 @@ class BranchFeed:
         self._is_again = is_again
         self._is_open = True
         self._expected = branch.num_computed
+        self._num_rewinds = branch.num_rewinds
         self._tokens: list[int] = []
         self._saved: list[Tensor] = []
 
@@ -94,9 +96,14 @@ class BranchFeed:
 
     def crop(self, num_tokens: int) -> None:
         """Take the last tokens back, as deferred stop checks and speculative loops do."""
+        self._check_current()
+        if num_tokens > self._expected:
+            raise InvalidInputError(
+                f"branch {self._branch.name!r} stands at {self._expected:,} tokens; {num_tokens:,} cannot be taken back"
+            )
         if num_tokens:
             self._branch.unfeed(num_tokens)
-            self._expected = self._branch.num_computed
+            self._expected, self._num_rewinds = self._branch.num_computed, self._branch.num_rewinds
 
     def restore(self) -> None:
         """Put back the KV of a token that was fed again, after its pass or in its stead."""
@@ -113,15 +120,19 @@ class BranchFeed:
         self.restore()
         self._is_open = False
 
-    def _check(self, tokens: Sequence[int]) -> None:
+    def _check_current(self) -> None:
         name, computed = self._branch.name, self._branch.num_computed
         if not self._is_open:
             raise StaleCacheError(f"this cache of branch {name!r} was given back; take a new one with branch.cache()")
-        if computed != self._expected:
+        if computed != self._expected or self._branch.num_rewinds != self._num_rewinds:
             raise StaleCacheError(
                 f"this cache stands at {self._expected:,} tokens, but branch {name!r} has moved on to {computed:,}; "
                 f"take a new one with branch.cache()"
             )
+
+    def _check(self, tokens: Sequence[int]) -> None:
+        self._check_current()
+        name, computed = self._branch.name, self._branch.num_computed
         if not tokens:
             raise InvalidInputError(f"branch {name!r}: a forward pass needs at least one token")
         pending = self._branch.pending

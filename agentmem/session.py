@@ -336,10 +336,21 @@ class Session:
     def _save(self, entry: BranchEntry) -> None:
         """Give a branch, and the checkpoints below it, a durable checkpoint of all its KV, if they lack one."""
         self.ledger.warm_up(entry)
-        if len(entry.state.tokens) > self.ledger.tip_length(entry):
-            self.ledger.commit(entry, message="", extras=copy_extras(entry.extras), is_auto=True)
-        else:
+        has_open_tokens = len(entry.state.tokens) > self.ledger.tip_length(entry)
+        if not has_open_tokens:
             self.ledger.attach_kv(entry)
+        if has_open_tokens or self._has_unnamed_kv(entry):
+            self.ledger.commit(entry, message="", extras=copy_extras(entry.extras), is_auto=True)
+
+    def _has_unnamed_kv(self, entry: BranchEntry) -> bool:
+        """Tell whether the branch has KV that no checkpoint names: of pending tokens, or computed again after a loss."""
+        if entry.tip is None:
+            return False
+        self.ledger.save_kv(entry.state)
+        lineage = self.ledger.tree.lineage(entry.tip)
+        named = {digest for checkpoint in lineage for digest in checkpoint.digests()}
+        tail = entry.state.save_tail()
+        return any(block.digest not in named for block in [*entry.state.blocks, *([tail] if tail is not None else [])])
 
     def _release(self) -> None:
         for entry in self._entries.values():

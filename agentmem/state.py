@@ -39,6 +39,7 @@ class BranchState:
         loss: Why KV that once existed is gone; COMPLETE when none is, or when it was computed again.
         lost_stop: Position up to which KV existed when it was lost.
         num_fed: Tokens the model was fed through this branch.
+        num_rewinds: How often tokens were taken off; while it stays, tokens that were there are there still.
         last_report: What the last operation reused and computed.
     """
 
@@ -63,6 +64,7 @@ class BranchState:
         self.loss = Reason.COMPLETE
         self.lost_stop = 0
         self.num_fed = 0
+        self.num_rewinds = 0
         self.last_report = ReuseReport(operation="create", num_tokens=len(self.tokens))
         self._runtime = runtime
         self._workspace = workspace
@@ -195,6 +197,7 @@ class BranchState:
 
     def truncate(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens and their KV. Moves nothing."""
+        self.num_rewinds += num_tokens < len(self.tokens)
         self.tokens.truncate(num_tokens)
         self.truncate_kv(num_tokens)
 

@@ -12,7 +12,7 @@ from types import TracebackType
 from agentmem._lmdb import Environment, Level, WriteTransaction
 from agentmem.adapter import Adapter
 from agentmem.config import Config
-from agentmem.errors import AlreadyExistsError, ClosedError
+from agentmem.errors import AlreadyExistsError, ClosedError, CorruptionError, NotFoundError
 from agentmem.ids import new_session_id
 from agentmem.kv.hashing import root_hash
 from agentmem.ledger import Ledger, restore_entry
@@ -197,11 +197,17 @@ class Store(StoreView):
         if record.fingerprint != self._runtime.adapter.fingerprint:
             record = dataclasses.replace(record, fingerprint=self._runtime.adapter.fingerprint)
         ledger = Ledger(self._runtime, self.environment, self.catalog, record, SessionTree(view.checkpoints))
-        with self.environment.read() as txn:
-            entries = [
-                restore_entry(ledger, branch, self.catalog.open_tokens(txn, record.session_id, branch.name))
-                for branch in view.branches
-            ]
+        try:
+            with self.environment.read() as txn:
+                entries = [
+                    restore_entry(ledger, branch, self.catalog.open_tokens(txn, record.session_id, branch.name))
+                    for branch in view.branches
+                ]
+        except NotFoundError as error:
+            raise CorruptionError(
+                f"session {record.name!r} cannot be opened: {error}. Found damaged: {'; '.join(view.damaged) or 'nothing'}; "
+                f"run `agentmem check`, and restore a backup or remove the session"
+            ) from error
         session = Session(
             ledger,
             self._runtime.adapter,
@@ -232,7 +238,7 @@ class Store(StoreView):
     def _check_open(self) -> None:
         if self._is_closed:
             raise ClosedError(f"the store {str(self.path)!r} is closed; open it again")
-        self.environment._refuse_closed()
+        self.environment.check_usable()
 
     def _make_room(self, nbytes: int) -> None:
         """Move branches off the device, the least recently used first, until `nbytes` are free."""

@@ -22,7 +22,7 @@ MAX_RATIO = 1.05
 
 def run(options: Options) -> dict[str, object]:
     """Have the chat twice, turn by turn."""
-    model, tokenizer = load_model()
+    model, tokenizer = load_model(options)
     num_turns = options.repeats(full=NUM_TURNS, quick=10)
     text = read_tokens(tokenizer, num_turns * NUM_USER_TOKENS)
     saving, plain, checkpoints = Times(), Times(), Times()

@@ -21,7 +21,7 @@ MAX_RATIO = 0.85
 
 def run(options: Options) -> dict[str, object]:
     """Make the branches in a new store and count."""
-    model, tokenizer = load_model()
+    model, tokenizer = load_model(options)
     path = options.folder / "disk"
     num_prefix = options.repeats(full=NUM_PREFIX, quick=1024)
     with agentmem.open(path, model=model, tokenizer=tokenizer) as store:

@@ -36,7 +36,7 @@ from agentmem.testing.models import smollm2
 
 ROOT = Path(__file__).parent.parent
 CONTEXTS = (512, 2048, 4096, 8000)
-NUM_THREADS = 2
+DEFAULT_THREADS = 2
 MB = 1e6
 
 T = TypeVar("T")
@@ -51,11 +51,13 @@ class Options:
         contexts: Tokens of context that a benchmark runs at.
         is_quick: Fewer repeats, for a look.
         folder: Where the stores lie; on the disk that is measured.
+        num_threads: Threads that torch computes with.
     """
 
     contexts: tuple[int, ...]
     is_quick: bool
     folder: Path
+    num_threads: int = DEFAULT_THREADS
 
     def repeats(self, full: int, quick: int) -> int:
         """Return how often to repeat something."""
@@ -65,9 +67,9 @@ class Options:
 # -- the model and its text
 
 
-def load_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return SmolLM2-135M in bf16, unpacked once into .models, and compute with `NUM_THREADS` threads."""
-    torch.set_num_threads(NUM_THREADS)
+def load_model(options: Options) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return SmolLM2-135M in bf16, unpacked once into .models, and compute with the threads that were chosen."""
+    torch.set_num_threads(options.num_threads)
     transformers_logging.disable_progress_bar()
     return smollm2(ROOT / ".models")
 
@@ -112,7 +114,7 @@ def base_store(options: Options) -> Path:
     path = options.folder / "base"
     if not path.exists():
         draft = options.folder / "base.draft"
-        model, tokenizer = load_model()
+        model, tokenizer = load_model(options)
         say(f"computing {max(options.contexts):,} tokens of KV for the benchmarks to start from ...")
         with agentmem.open(draft, model=model, tokenizer=tokenizer) as store:
             for num_tokens in sorted(options.contexts):
@@ -129,7 +131,7 @@ def base_store(options: Options) -> Path:
 def opened_copy(options: Options, config: agentmem.Config | None = None) -> Iterator[Store]:
     """Open a copy of the base store with the model; it is removed afterwards."""
     base = base_store(options)
-    model, tokenizer = load_model()
+    model, tokenizer = load_model(options)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         path = Path(folder) / "store"
         shutil.copytree(base, path)
@@ -237,7 +239,6 @@ def machine() -> dict[str, object]:
         "num_cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-        "num_threads": NUM_THREADS,
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "packages": {name: importlib.metadata.version(name) for name in packages},
@@ -254,6 +255,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Give a command line the options of every benchmark."""
     parser.add_argument("--quick", action="store_true", help="fewer repeats, for a look")
     parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS), metavar="N", help="tokens of context")
+    parser.add_argument("--threads", type=int, default=DEFAULT_THREADS, metavar="N", help="threads that torch computes with")
     parser.add_argument("--folder", type=Path, help="where the stores lie (default: the temporary folder)")
 
 
@@ -261,7 +263,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def chosen_options(arguments: argparse.Namespace) -> Iterator[Options]:
     """Turn the command line into options, with a folder that is removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="agentmem-bench-", dir=arguments.folder) as folder:
-        yield Options(contexts=tuple(arguments.contexts), is_quick=arguments.quick, folder=Path(folder))
+        yield Options(
+            contexts=tuple(arguments.contexts),
+            is_quick=arguments.quick,
+            folder=Path(folder),
+            num_threads=arguments.threads,
+        )
 
 
 def main(run: Callable[[Options], dict[str, object]]) -> None:

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import agentmem
-from harness import MB, NUM_THREADS, Options, Row, Times, check, load_model, main, time_calls
+from harness import MB, Options, Row, Times, check, load_model, main, time_calls
 
 from agentmem._lmdb import Environment
 from agentmem.adapters.transformers.fingerprint import model_fingerprint, tokenizer_hashes
@@ -18,7 +18,7 @@ MAX_S = 1.0
 
 def run(options: Options) -> dict[str, object]:
     """Time the whole and each part."""
-    model, tokenizer = load_model()
+    model, tokenizer = load_model(options)
     num_calls = options.repeats(full=7, quick=3)
     spec = derive_spec(model, 64)
     nbytes = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
@@ -31,7 +31,7 @@ def run(options: Options) -> dict[str, object]:
             store.close()
         directory = time_calls(lambda: Environment.open(path).close(), num_calls)
     probe = time_calls(lambda: derive_spec(model, 64), num_calls)
-    weights = time_calls(lambda: model_fingerprint(model, spec, NUM_THREADS), num_calls)
+    weights = time_calls(lambda: model_fingerprint(model, spec, agentmem.Config().num_threads), num_calls)
     names = time_calls(lambda: tokenizer_hashes(tokenizer), num_calls)
     rows = [
         row("agentmem.open", whole),
@@ -42,7 +42,7 @@ def run(options: Options) -> dict[str, object]:
     ]
     return {
         "benchmark": "open",
-        "what": f"SmolLM2 bf16, {NUM_THREADS} threads",
+        "what": f"SmolLM2 bf16, {options.num_threads} threads",
         "rows": rows,
         "checks": [check("agentmem.open, s", whole.median, MAX_S)],
     }

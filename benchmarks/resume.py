@@ -51,7 +51,7 @@ def measure(store: Path, folder: Path, num_tokens: int, is_cold: bool, options: 
     """Resume one session in several processes; the first one computes its KV too."""
     runs = []
     for number in range(options.repeats(full=3, quick=1)):
-        runs.append(in_new_process(resume_once, store, folder, num_tokens, is_cold, number == 0))
+        runs.append(in_new_process(resume_once, store, folder, num_tokens, is_cold, options, number == 0))
         say(f"  {num_tokens:,} tokens, {'cold' if is_cold else 'warm'}: ready in {runs[-1]['ready_s'] * 1e3:.0f} ms")
     ready, logits, load = (Times(wall_s=[run[name] for run in runs]) for name in ("ready_s", "logits_s", "load_s"))
     compute_s = runs[0]["compute_s"]
@@ -70,9 +70,9 @@ def measure(store: Path, folder: Path, num_tokens: int, is_cold: bool, options: 
     }
 
 
-def resume_once(store_path: Path, folder: Path, num_tokens: int, is_cold: bool, with_compute: bool) -> dict[str, float]:
+def resume_once(store_path: Path, folder: Path, num_tokens: int, is_cold: bool, options: Options, with_compute: bool) -> dict[str, float]:
     """Resume one session, load the same KV with torch, and compute it again if wanted."""
-    model, tokenizer = load_model()
+    model, tokenizer = load_model(options)
     data, saved = store_path / "data.mdb", folder / f"{num_tokens}.pt"
     resident = [set_page_cache(path, is_cold) for path in (data, saved)]
     store = agentmem.open(store_path, model=model, tokenizer=tokenizer)

@@ -12,7 +12,7 @@ from agentmem.errors import CorruptionError, InvalidInputError, NotFoundError, R
 from agentmem.ids import BlockDigest, BlockHash, Fingerprint
 from agentmem.kv import record as record_format
 from agentmem.kv.record import Record
-from agentmem.testing.tier_suite import TierSuite, empty_like, make_block, same_bits
+from agentmem.testing.tier_suite import TierSuite, empty_like, make_block, make_record, same_bits
 from agentmem.tiers.base import Tier
 from agentmem.tiers.blockindex import BlockInfo, Totals
 from agentmem.tiers.disk import CHUNK_NBYTES, DiskTier
@@ -44,13 +44,6 @@ def environment(store_path: Path) -> Iterator[Environment]:
 @pytest.fixture
 def disk(environment: Environment, clock: Clock) -> DiskTier:
     return DiskTier(environment, clock=clock)
-
-
-def make_record(seed: int, *, name: int | None = None, sections: list[Tensor] | None = None) -> Record:
-    """Pack the suite's block `seed` under the token name `name`."""
-    block_hash = BlockHash(bytes([seed if name is None else name]) * 32)
-    sections = make_block(seed) if sections is None else sections
-    return record_format.pack(sections, block_hash=block_hash, fingerprint=Fingerprint(bytes(32)), start=0)
 
 
 def large_record(nbytes: int) -> tuple[Record, list[Tensor]]:

@@ -77,6 +77,8 @@ class Environment:
         name = _directory.READERS_LOCK if read_only else _directory.STORE_LOCK
         lock = FileLock.acquire(path / name, exclusive=not read_only)
         try:
+            if not read_only:
+                (path / _directory.READERS_LOCK).touch(mode=0o600)
             engine.require_sound(path / _directory.DATA_FILE, read_only=read_only)
             env = engine.open_lmdb(path, read_only=read_only)
             try:
@@ -144,7 +146,7 @@ class Environment:
             ReadOnlyError: The handle cannot write.
         """
         if self._is_closed or os.getpid() != self._pid:
-            self._refuse_closed()
+            self.check_usable()
         if self._writer is None or self._refusal:
             raise ReadOnlyError(f"cannot write to {str(self.path)!r}: {self._refusal}")
         return self._writer.submit(operation, level=level, nbytes=nbytes)
@@ -155,7 +157,7 @@ class Environment:
         Raises:
             AgentMemError: The first failure of a QUEUED operation that nobody was told of yet, or of this flush.
         """
-        self._refuse_closed()
+        self.check_usable()
         if self._writer is not None:
             self._writer.flush()
 
@@ -181,7 +183,7 @@ class Environment:
 
     def clear_stale_readers(self) -> int:
         """Free the pages held by readers that were killed; return how many there were."""
-        self._refuse_closed()
+        self.check_usable()
         return self._env.reader_check()
 
     def copy_to(self, fd: int) -> None:
@@ -209,7 +211,12 @@ class Environment:
         # On the writer thread nobody writes meanwhile.
         return self.submit(lambda _: engine.verify(self.path / _directory.DATA_FILE)).result()
 
-    def _refuse_closed(self) -> None:
+    def check_usable(self) -> None:
+        """Refuse a handle that was closed, or that a fork left in a child process.
+
+        Raises:
+            ClosedError: It is one of these.
+        """
         if os.getpid() != self._pid:
             raise ClosedError(
                 f"{str(self.path)!r} was opened by process {self._pid}, from which this one was forked: LMDB cannot be "
@@ -219,10 +226,10 @@ class Environment:
             raise ClosedError(f"the store {str(self.path)!r} is closed: open it again")
 
     def _begin_reading(self) -> None:
-        self._refuse_closed()
+        self.check_usable()
         with self._reading:
             if self._is_closed:
-                self._refuse_closed()
+                self.check_usable()
             self._num_reads += 1
 
     def _close(self) -> None:

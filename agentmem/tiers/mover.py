@@ -9,6 +9,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from agentmem.errors import AgentMemError
+
 logger = logging.getLogger(__name__)
 
 
@@ -85,5 +87,5 @@ def _run(job: Job) -> None:
     """Run a job; an error is left to whoever needs the job's result and runs it again."""
     try:
         job.run()
-    except (OSError, RuntimeError, ValueError, MemoryError) as error:
+    except (AgentMemError, OSError, RuntimeError, ValueError, MemoryError) as error:
         logger.warning("a block could not be saved in the background: %s", error)

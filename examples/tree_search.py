@@ -1,0 +1,306 @@
+"""An agent that searches a tree: it reads a long manual once, writes tests, and a verifier runs each of them.
+
+Every branch of the search is a branch of an agentmem session: forked from the best one so far, rewound and sampled again
+where a line fails, checkpointed when a test passes, dropped when nothing helps. Stop it at any moment and start it again:
+it goes on where it was. `python examples/tree_search.py --help` lists the choices; `make demo` runs it twice.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from _baseline import CopySession
+from _report import Meter, Say, describe_resume, describe_search, summarise
+from _tasks import TASKS, Task
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+import agentmem
+from agentmem.testing import models
+
+ROOT = "main"
+MODELS = Path(__file__).parent.parent / ".models"
+
+
+class Search:
+    """Best-first search. What it knows is in the branches' extras, so that a stored session is a stored search.
+
+    A branch is a node of the search when its extras name it: until its item is written and verified they are those of
+    its parent. The root's extras also hold what concerns the whole search.
+    """
+
+    def __init__(self, session: Any, task: Task, options: argparse.Namespace, meter: Meter, say: Say) -> None:
+        """Search in `session`: an `agentmem.Session`, or a `CopySession`, which has the same verbs."""
+        self.session = session
+        self.task = task
+        self.options = options
+        self.meter = meter
+        self.say = say
+        self.root: dict[str, Any] = session.branch(ROOT).extras
+
+    def prepare(self) -> None:
+        """Read the task, unless that is done: the one time that the model is fed the context."""
+        if "node" in self.root:
+            return
+        with self.meter.timed() as prefill:
+            self.session.switch(ROOT)
+            if not self.session.active.num_tokens:
+                self.session.append(self.task.context + self.task.leads[0])
+            self.session.checkpoint("task")
+        self.root.update(node=ROOT, items=[], score=0.0, tried=0, current="", totals={}, leg=0)
+        self.root["prefill"] = {"tokens": self.session.active.num_tokens, "s": prefill.s, "fed": prefill.fed}
+        self.set_goal(self.options.goal)
+
+    def set_goal(self, goal: int) -> None:
+        """Begin another leg of the search."""
+        self.root.update(goal=goal, budget=self.options.steps, leg=self.root["leg"] + 1, is_reported=False)
+        self.session.flush()
+
+    def run(self) -> None:
+        """Expand the best node until the goal is reached, the steps are used up or nothing is left to expand."""
+        self._drop_unfinished()
+        while self.root["budget"] > 0 and not self.is_solved:
+            node = self.root["current"] or self._best_open()
+            if not node:
+                self.say("every branch is a dead end")
+                return
+            self.root["current"] = node
+            self._expand(node)
+            self.root.update(current="", budget=self.root["budget"] - 1)
+        self.session.flush()
+
+    @property
+    def nodes(self) -> dict[str, dict[str, Any]]:
+        """The extras of all nodes, by name."""
+        found = {name: self.session.branch(name).extras for name in self.session.branches}
+        return {name: extras for name, extras in found.items() if extras.get("node") == name}
+
+    @property
+    def best(self) -> str:
+        """The node with most items; of those, the one with the highest score."""
+        return max(self.nodes.items(), key=lambda node: (len(node[1]["items"]), node[1]["score"], node[0]))[0]
+
+    @property
+    def is_solved(self) -> bool:
+        """Whether a branch has as many items as were asked for."""
+        return len(self.nodes[self.best]["items"]) >= self.root["goal"]
+
+    def _best_open(self) -> str:
+        """Return the node with the highest score among those that have children to try; "" when there is none."""
+        scores = [(node["score"], name) for name, node in self.nodes.items() if node["tried"] < self.options.width]
+        return max(scores, default=(0.0, ""))[1]
+
+    def _drop_unfinished(self) -> None:
+        """Drop the branch that was being written when a process ended: its seeds will write it again."""
+        for name in set(self.session.branches) - set(self.nodes):
+            self.session.switch(ROOT)
+            self.session.drop(name)
+
+    def _expand(self, node: str) -> None:
+        """Try the children of a node that were not tried yet."""
+        extras = self.session.branch(node).extras
+        for index in range(extras["tried"], self.options.width):
+            child = str(index) if node == ROOT else f"{node}.{index}"
+            if child not in self.session.branches:  # else its process ended right after its checkpoint
+                with self.meter.timed() as spent:
+                    outcome = self._grow(node, child)
+                self.say(f"{self.count('forks'):3}  {child:<12} {outcome}")
+                self.count("s", spent.s)
+                self.count("fed", spent.fed)
+            extras["tried"] = index + 1
+            self.session.flush()  # queued: costs microseconds
+
+    def _grow(self, parent: str, child: str) -> str:
+        """Fork a node, write one item, keep the branch if all lines pass; return what happened, in words."""
+        session, node = self.session, self.session.branch(parent).extras
+        session.fork(child, at=parent)
+        session.switch(child)
+        self.count("forks", 1)
+        self.count("context", session.active.num_tokens)
+        lines: list[str] = []
+        num_rewinds = self.count("rewinds")
+        for lead in self.task.leads:
+            if lines:
+                session.append(lead)
+            problem = self._write_line(child, lines, node["items"])
+            if problem:
+                session.switch(parent)
+                session.drop(child)
+                self.count("dropped", 1)
+                return f"dropped: {_short(problem)}"
+        session.append(self.task.leads[0])
+        score = round(node["score"] + 1 - 0.1 * (self.count("rewinds") - num_rewinds), 2)
+        session.active.extras.update(node=child, items=[*node["items"], lines], score=score, tried=0)
+        item = " ".join(lead.strip() + line.strip() for lead, line in zip(self.task.leads, lines, strict=True))
+        session.checkpoint(item)  # on disk when it returns
+        return f"score {score:4.1f}  {_short(item)}"
+
+    def _write_line(self, child: str, lines: list[str], before: Sequence[Sequence[str]]) -> str:
+        """Sample a line until one passes, and add it to `lines`; else return what was wrong with the last one."""
+        options, problem = self.options, ""
+        for attempt in range(options.tries):
+            seed = zlib.crc32(f"{options.seed}/{child}/{len(lines)}/{attempt}".encode())
+            with self.meter.first() as first:
+                written = self.session.generate(seed=seed, **options.sampling)
+                first.num_sampled = len(written.tokens)
+            self.count("sampled", len(written.tokens))
+            is_ended = "\n" in written.text
+            problem = self.task.check([*lines, written.text], before) if is_ended else f"{written.text!r} has no end"
+            if not problem:
+                lines.append(written.text)
+                return ""
+            self.session.rewind(tokens=len(written.tokens))
+            self.count("rewinds", 1)
+        return problem
+
+    def count(self, name: str, amount: float = 0) -> Any:
+        """Add to a total that outlives the process; return it."""
+        totals = self.root["totals"]
+        totals[name] = totals.get(name, 0) + amount
+        return totals[name]
+
+
+def run(options: argparse.Namespace, say: Say) -> dict[str, Any]:
+    """Search, or go on with a search, and return the numbers."""
+    started = time.perf_counter()
+    model, tokenizer = load_model(options.model)
+    meter, task = Meter(model), TASKS[options.task]()
+    options.sampling = sampling(options, tokenizer)
+    say(f"{model.config.name_or_path or options.model}: loaded in {time.perf_counter() - started:.1f} s")
+    if not options.resume:
+        forget_reported(options, say)
+    with meter.timed() as opening, agentmem.open(options.store, model=model, tokenizer=tokenizer) as store:
+        is_known = any(record.name == options.task for record in store.sessions())
+        if options.resume and not is_known:
+            raise SystemExit(f"no session {options.task!r} in {options.store} to resume; run without --resume first")
+        opening.stop()
+        with meter.timed() as resuming:
+            session = store.resume(options.task) if is_known else store.create(options.task)
+            search = Search(session, task, options, meter, say)
+            if "node" in search.root:
+                session.switch(search.best)
+        if "node" in search.root:
+            describe_resume(say, search, opening, resuming)
+        return finish(store, search, model, tokenizer)
+
+
+def finish(
+    store: agentmem.Store, search: Search, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """Bring the search to its end, show the tree, and compare with the same search without agentmem."""
+    options, say = search.options, search.say
+    search.meter.held = lambda: int(store.stats()["device_nbytes"] + store.stats()["host_nbytes"])
+    search.prepare()
+    if options.resume and search.root["is_reported"]:
+        search.set_goal(max(search.root["goal"], len(search.nodes[search.best]["items"]) + options.goal // 2))
+    describe_search(say, search)
+    search.run()
+    search.session.switch(search.best)
+    store.flush()
+    say(f"\n{search.session.log()}\n")
+    baseline = None
+    if search.root["leg"] == 1 and not options.no_baseline:
+        say("the same search with a deep copy of the cache for each branch ...")
+        baseline = run_baseline(search, model, tokenizer)
+    summary = summarise(say, search, store.stats(), baseline)
+    search.root["is_reported"] = True
+    return summary
+
+
+def run_baseline(search: Search, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Search:
+    """Run the whole search again on `CopySession`: the same seeds, so the same tree."""
+    copies = CopySession(model, tokenizer)
+    meter = Meter(model)
+    meter.held = lambda: copies.nbytes
+    other = Search(copies, search.task, search.options, meter, lambda _text: None)
+    other.prepare()
+    other.run()
+    return other
+
+
+def forget_reported(options: argparse.Namespace, say: Say) -> None:
+    """Remove the store if all it holds is a search that came to its end, so that this one starts from nothing."""
+    try:
+        with agentmem.open(options.store) as view:
+            names = [record.name for record in view.sessions()]
+            branches = view.view(options.task).branches if names == [options.task] else []
+    except agentmem.NotFoundError:
+        return
+    if any(branch.name == ROOT and branch.extras.get("is_reported") for branch in branches):
+        say(f"the search in {options.store} came to its end: starting over (--resume would go on with it)")
+        shutil.rmtree(options.store)
+
+
+def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model and its tokenizer: SmolLM2-135M-Instruct, a tiny random one, or any that transformers loads."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    if name == "smollm2":
+        return models.smollm2(MODELS)
+    if name != "tiny":
+        return models.load(name)
+    tokenizer = AutoTokenizer.from_pretrained(models.smollm2_folder(MODELS))
+    return models.tiny_model("llama", vocab_size=len(tokenizer)), tokenizer
+
+
+def sampling(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return the options of `generate`: sample until a line ends."""
+    ends = [token for token in range(len(tokenizer)) if "\n" in tokenizer.decode([token])]
+    ends += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    shape = {"temperature": options.temperature, "top_p": 0.95, "top_k": 0, "do_sample": True}
+    return {**shape, "max_new_tokens": options.line_tokens, "eos_token_id": ends}
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add: Callable[..., object] = parser.add_argument
+    add("--model", default="smollm2", help="smollm2, tiny (random), or a folder or hub id that transformers loads")
+    add("--store", type=Path, default=Path("tree_search.agentmem"), help="directory of the store")
+    add("--task", choices=TASKS, default="doctests", help="what to write")
+    add("--resume", action="store_true", help="go on with a stored search, with a higher goal if it came to its end")
+    add("--goal", type=int, default=6, help="items that a branch must have")
+    add("--steps", type=int, default=8, help="nodes to expand at most")
+    add("--width", type=int, default=4, help="children of a node")
+    add("--tries", type=int, default=3, help="samples of a line before its branch is dropped")
+    add("--line-tokens", type=int, default=20, help="tokens of a line at most")
+    add("--temperature", type=float, default=0.7, help="of sampling")
+    add("--seed", type=int, default=0, help="of the search")
+    add("--threads", type=int, default=2, help="threads of torch")
+    add("--no-baseline", action="store_true", help="leave out the same search without agentmem")
+    add("--json", action="store_true", help="print the numbers as JSON; everything else goes to stderr")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the example; return the exit status."""
+    options = parse(arguments)
+    torch.set_num_threads(options.threads)
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr if options.json else sys.stdout, flush=True)
+
+    try:
+        summary = run(options, say)
+    except KeyboardInterrupt:
+        say("\ninterrupted: what was done is on disk; the same command goes on with it")
+        return 130
+    if options.json:
+        print(json.dumps(summary))
+    return 0
+
+
+def _short(text: str) -> str:
+    plain = " ".join(text.split())
+    return plain if len(plain) <= 70 else f"{plain[:69]}…"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
