@@ -12,7 +12,7 @@ from agentmem.errors import InvalidInputError
 from agentmem.feed import BranchFeed
 from agentmem.ids import CheckpointId, short
 from agentmem.ledger import BranchEntry, Ledger
-from agentmem.state import Operation
+from agentmem.operation import Operation
 from agentmem.stats import ReuseReport
 from agentmem.tree.checkpoint import Checkpoint
 from agentmem.tree.fields import copy_extras

@@ -206,6 +206,8 @@ class Session:
     def drop(self, name: str) -> None:
         """Remove a branch. Its checkpoints can be forked by id until gc's grace has passed.
 
+        Tokens after its tip are given an automatic checkpoint first, so that they can be had back too.
+
         Raises:
             NotFoundError: The session has no such branch.
             InvalidInputError: It is the active one.
@@ -214,6 +216,8 @@ class Session:
             entry = self._entry(name)
             if name == self._active:
                 raise InvalidInputError(f"branch {name!r} is the active one; switch to another before dropping it")
+            if self._has_open_tokens(entry):
+                self.ledger.mark(entry)
             del self._entries[name]
             self._last_used.pop(name, None)
             self.ledger.remove_branch(entry)
@@ -325,7 +329,7 @@ class Session:
 
     def _fork_here(self, name: str, branch: str | None) -> BranchEntry:
         source = self._entry(self._active if branch is None else branch)
-        if len(source.state.tokens) > self.ledger.tip_length(source):
+        if self._has_open_tokens(source):
             self.ledger.mark(source)
         return BranchEntry(source.state.fork(name), source.tip, copy_extras(source.extras), time.time())
 
@@ -333,24 +337,26 @@ class Session:
         state = self.ledger.state_of(checkpoint.checkpoint_id).fork(name)
         return BranchEntry(state, checkpoint.checkpoint_id, copy_extras(checkpoint.extras), time.time())
 
+    def _has_open_tokens(self, entry: BranchEntry) -> bool:
+        return len(entry.state.tokens) > self.ledger.tip_length(entry)
+
     def _save(self, entry: BranchEntry) -> None:
         """Give a branch, and the checkpoints below it, a durable checkpoint of all its KV, if they lack one."""
         self.ledger.warm_up(entry)
-        has_open_tokens = len(entry.state.tokens) > self.ledger.tip_length(entry)
-        if not has_open_tokens:
+        is_open = self._has_open_tokens(entry)
+        if not is_open:
             self.ledger.attach_kv(entry)
-        if has_open_tokens or self._has_unnamed_kv(entry):
+        if is_open or self._has_unnamed_kv(entry):
             self.ledger.commit(entry, message="", extras=copy_extras(entry.extras), is_auto=True)
 
     def _has_unnamed_kv(self, entry: BranchEntry) -> bool:
-        """Tell whether the branch has KV that no checkpoint names: of pending tokens, or computed again after a loss."""
+        """Tell whether the branch has full blocks that no checkpoint names: computed late, or again after a loss."""
         if entry.tip is None:
             return False
         self.ledger.save_kv(entry.state)
         lineage = self.ledger.tree.lineage(entry.tip)
         named = {digest for checkpoint in lineage for digest in checkpoint.digests()}
-        tail = entry.state.save_tail()
-        return any(block.digest not in named for block in [*entry.state.blocks, *([tail] if tail is not None else [])])
+        return any(block.digest not in named for block in entry.state.blocks)
 
     def _release(self) -> None:
         for entry in self._entries.values():

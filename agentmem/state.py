@@ -5,7 +5,6 @@ compute it again. It knows nothing of names, records and transactions.
 """
 
 import contextlib
-import time
 from array import array
 from collections.abc import Iterator, Sequence
 
@@ -17,6 +16,7 @@ from agentmem.feed import BranchFeed
 from agentmem.ids import BlockHash
 from agentmem.kv.hashing import chain_hash
 from agentmem.kv.spec import KVSpec
+from agentmem.operation import Operation
 from agentmem.runtime import Runtime
 from agentmem.stats import Reason, ReuseReport
 from agentmem.tiers.blockstore import Loaded, SealedBlock, Want
@@ -389,45 +389,3 @@ class BranchState:
 
     def _parent_hash(self, index: int) -> BlockHash:
         return self.blocks[index - 1].block_hash if index else self._runtime.root
-
-
-class Operation:
-    """Collects what one operation did and leaves the report on the branch, also when it fails."""
-
-    def __init__(self, branch: BranchState, operation: str) -> None:
-        self._branch = branch
-        self._operation = operation
-        self._loads: list[Loaded] = []
-
-    def __enter__(self) -> "Operation":
-        self._started = time.perf_counter()
-        self._num_fed = self._branch.num_fed
-        return self
-
-    def note_load(self, loaded: Loaded) -> None:
-        """Add what a load brought."""
-        self._loads.append(loaded)
-
-    def __exit__(self, *_error: object) -> None:
-        branch = self._branch
-        from_tier: dict[str, int] = {}
-        for loaded in self._loads:
-            for tier, num_tokens in loaded.from_tier.items():
-                from_tier[tier] = from_tier.get(tier, 0) + num_tokens
-        num_reused = sum(from_tier.values())
-        is_lost = branch.loss is not Reason.COMPLETE
-        branch.last_report = ReuseReport(
-            operation=self._operation,
-            num_tokens=len(branch.tokens),
-            num_reused=num_reused,
-            num_computed=branch.num_fed - self._num_fed,
-            num_pending=branch.num_pending,
-            from_tier=from_tier,
-            moved_nbytes=sum(loaded.nbytes for loaded in self._loads),
-            first_difference=num_reused if is_lost else None,
-            num_equivalent=sum(loaded.num_equivalent for loaded in self._loads),
-            reason=branch.loss,
-            elapsed_s=time.perf_counter() - self._started,
-        )
-        if is_lost and branch.num_computed >= branch.lost_stop:
-            branch.loss = Reason.COMPLETE

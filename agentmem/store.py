@@ -5,11 +5,12 @@ import itertools
 import logging
 import threading
 import time
+from array import array
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
-from agentmem._lmdb import Environment, Level, WriteTransaction
+from agentmem._lmdb import Environment, Level, ReadTransaction, WriteTransaction
 from agentmem.adapter import Adapter
 from agentmem.config import Config
 from agentmem.errors import AlreadyExistsError, ClosedError, CorruptionError, NotFoundError
@@ -200,12 +201,12 @@ class Store(StoreView):
         try:
             with self.environment.read() as txn:
                 entries = [
-                    restore_entry(ledger, branch, self.catalog.open_tokens(txn, record.session_id, branch.name))
+                    restore_entry(ledger, branch, self._open_tokens(txn, record, branch.name))
                     for branch in view.branches
                 ]
         except NotFoundError as error:
             raise CorruptionError(
-                f"session {record.name!r} cannot be opened: {error}. Found damaged: {'; '.join(view.damaged) or 'nothing'}; "
+                f"session {record.name!r} cannot be opened: {error}. Damaged: {'; '.join(view.damaged) or 'nothing'}; "
                 f"run `agentmem check`, and restore a backup or remove the session"
             ) from error
         session = Session(
@@ -217,6 +218,19 @@ class Store(StoreView):
         )
         self._sessions[record.name] = session
         return session
+
+    def _open_tokens(self, txn: ReadTransaction, record: SessionRecord, branch: str) -> "array[int]":
+        """Return the tokens after a branch's tip; none, with a warning, when their rows are damaged."""
+        try:
+            return self.catalog.open_tokens(txn, record.session_id, branch)
+        except CorruptionError as error:
+            logger.warning(
+                "session %s: the tokens of branch %s after its tip are lost, it stands at the tip: %s",
+                record.name,
+                branch,
+                error,
+            )
+            return array("I")
 
     def _warn_of_changes(self, record: SessionRecord) -> None:
         """Say that a session comes from another model or tokenizer: it stays readable, its KV is not used."""

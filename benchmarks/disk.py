@@ -7,9 +7,9 @@ LMDB's own trees. The prefix is appended and kept as a user would, so its last t
 one branch: (4,096 + 64) tokens times the KV of a token in the model's dtype.
 """
 
-import agentmem
 from harness import MB, Options, Row, check, load_model, main, read_tokens
 
+import agentmem
 from agentmem.gc import compact
 from agentmem.session import Session
 

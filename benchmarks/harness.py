@@ -232,7 +232,9 @@ def machine() -> dict[str, object]:
     """Describe where the numbers come from."""
     cpu_info = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
     names = [line.partition(":")[2].strip() for line in cpu_info.splitlines() if line.startswith("model name")]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     packages = ("torch", "transformers", "numpy", "lmdb", "zstandard", "xxhash")
     return {
         "cpu": names[0] if names else platform.processor(),
@@ -254,8 +256,12 @@ def machine() -> dict[str, object]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Give a command line the options of every benchmark."""
     parser.add_argument("--quick", action="store_true", help="fewer repeats, for a look")
-    parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS), metavar="N", help="tokens of context")
-    parser.add_argument("--threads", type=int, default=DEFAULT_THREADS, metavar="N", help="threads that torch computes with")
+    parser.add_argument(
+        "--contexts", type=int, nargs="+", default=list(CONTEXTS), metavar="N", help="tokens of context"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=DEFAULT_THREADS, metavar="N", help="threads that torch computes with"
+    )
     parser.add_argument("--folder", type=Path, help="where the stores lie (default: the temporary folder)")
 
 

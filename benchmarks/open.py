@@ -1,14 +1,14 @@
 """What `agentmem.open` takes, and where the time goes: every weight is read, so that no other model is taken for this one.
 
-    python benchmarks/open.py [--quick]
+python benchmarks/open.py [--quick]
 """
 
 import tempfile
 from pathlib import Path
 
-import agentmem
 from harness import MB, Options, Row, Times, check, load_model, main, time_calls
 
+import agentmem
 from agentmem._lmdb import Environment
 from agentmem.adapters.transformers.fingerprint import model_fingerprint, tokenizer_hashes
 from agentmem.adapters.transformers.geometry import derive_spec

@@ -2,10 +2,10 @@
 
     python benchmarks/path.py [--quick] [--contexts N ...]
 
-Real blocks (the longest context up to 4,096 tokens) go device segment -> record -> LMDB and back into another segment, as
-in `checkpoint` and `resume`, on 1 and 2 threads. Then each part of the way up runs alone on one thread: joining a record's
-chunks out of LMDB's map, zstd, the merge of its parts, the checksums; and the same load into memory that was never
-touched, which adds its page faults. MB/s are of KV; "per core" counts CPU time of the whole process.
+Real blocks (64 of 64 tokens: 4,096) go down, segment to record to LMDB, and up, back into a segment, as in `checkpoint`
+and `resume`, on 1 and 2 threads. Then each part runs alone on one thread: joining a record's chunks out of LMDB's map,
+zstd, the merge of its parts, the checksums; and a load into memory that was never touched, which adds its page faults.
+MB/s are of KV; "per core" counts CPU time of the whole process.
 """
 
 import mmap
@@ -65,12 +65,14 @@ class Sample:
         return self.num_tokens * self.spec.token_nbytes
 
     def segment(self) -> list[Tensor]:
-        """Return memory for all blocks as a session allocates it: untouched, on huge pages where the system has them."""
+        """Return memory for all blocks as a session allocates it: untouched, on huge pages where there are any."""
         return DeviceTier(self.spec, torch.device("cpu"), None).allocate(self.num_tokens).sections
 
     def small_pages(self) -> list[Tensor]:
         """Return the same on pages of 4 KiB, for comparison."""
-        maps = [mmap.mmap(-1, section.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for section in self.segment()]
+        maps = [
+            mmap.mmap(-1, section.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for section in self.segment()
+        ]
         shapes = self.spec.section_shapes(self.num_tokens)
         dtype = getattr(torch, self.spec.dtype)
         return [torch.frombuffer(memory, dtype=dtype).view(shape) for memory, shape in zip(maps, shapes, strict=True)]
@@ -143,15 +145,23 @@ def way_down(sample: Sample, segment: list[Tensor], num_threads: int, repeats: i
     """Copy blocks out of a segment, pack them and commit them to a new store, as saving does; fsync at the end."""
     times = Times()
     for number in range(repeats + 1):
-        with tempfile.TemporaryDirectory(dir=folder) as place:
-            environment = Environment.open(Path(place) / "store", create=True)
-            disk = DiskTier(environment)
-            run_times = times if number else Times()
-            with run_times.run(), ThreadPoolExecutor(num_threads) as pool:
-                list(pool.map(lambda pair: save(sample, disk, *pair), zip(sample.metas, sample.slots(segment), strict=True)))
-                environment.flush()
-            environment.close()
+        save_all(sample, segment, num_threads, folder, times if number else Times())
     return row_of(f"down: segment to LMDB, fsync, {num_threads} threads", sample, times)
+
+
+def save_all(sample: Sample, segment: list[Tensor], num_threads: int, folder: Path, times: Times) -> None:
+    """Save all blocks to a new store, on several threads."""
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        environment = Environment.open(Path(place) / "store", create=True)
+        disk = DiskTier(environment)
+
+        def save_one(pair: tuple[header.RecordMeta, list[Tensor]]) -> None:
+            save(sample, disk, *pair)
+
+        with times.run(), ThreadPoolExecutor(num_threads) as pool:
+            list(pool.map(save_one, zip(sample.metas, sample.slots(segment), strict=True)))
+            environment.flush()
+        environment.close()
 
 
 def save(sample: Sample, disk: DiskTier, meta: header.RecordMeta, slots: list[Tensor]) -> None:
@@ -217,9 +227,11 @@ def parts_of_the_way_up(sample: Sample, segment: list[Tensor], repeats: int) -> 
             codec.decode_section(codec_id, parts, target)
 
     join = sample.disk._join_into_scratch  # noqa: SLF001 - a part of `load` that cannot be called otherwise
-    rows = [
+    return [
         rate("  part: join chunks of LMDB", sample, each(join, sample.digests), repeats),
-        rate("  part: record metadata", sample, each(header.unpack_meta, [memoryview(data) for data in records]), repeats),
+        rate(
+            "  part: record metadata", sample, each(header.unpack_meta, [memoryview(data) for data in records]), repeats
+        ),
         rate("  part: zstd", sample, each(unzip, coded), repeats),
         rate("  part: zstd + merge into place", sample, each(decode, coded, slots), repeats),
         rate("  part: checksums", sample, each(record.section_sums, slots), repeats),
@@ -227,7 +239,6 @@ def parts_of_the_way_up(sample: Sample, segment: list[Tensor], repeats: int) -> 
         rate("  the same into untouched memory", sample, lambda: load_into(sample, sample.segment()), repeats),
         rate("  the same on 4 KiB pages", sample, lambda: load_into(sample, sample.small_pages()), repeats),
     ]
-    return rows
 
 
 def split_record(data: bytes) -> list[tuple[int, list[memoryview]]]:

@@ -3,8 +3,8 @@
     python benchmarks/resume.py [--quick] [--contexts N ...]
 
 Every resume happens in a process of its own, which has loaded the model and opened the store before. Warm: the file is
-in the page cache. Cold: it was dropped from there (posix_fadvise), which mincore confirms. Beside it, in the same process:
-`torch.load` of the same KV into a stock cache (warm or cold too), and computing it again.
+in the page cache. Cold: it was dropped from there (posix_fadvise), which mincore confirms. Beside it, in the same
+process: `torch.load` of the same KV into a stock cache (warm or cold too), and computing it again.
 """
 
 import ctypes
@@ -15,7 +15,21 @@ import tempfile
 from pathlib import Path
 
 import torch
-from harness import MB, Options, Row, Times, base_store, check, in_new_process, load_model, main, opened_copy, prefill, say, stock_cache
+from harness import (
+    MB,
+    Options,
+    Row,
+    Times,
+    base_store,
+    check,
+    in_new_process,
+    load_model,
+    main,
+    opened_copy,
+    prefill,
+    say,
+    stock_cache,
+)
 from transformers import DynamicCache, PreTrainedModel
 
 import agentmem
@@ -40,7 +54,12 @@ def run(options: Options) -> dict[str, object]:
         "what": "from store.resume() in a new process",
         "rows": rows,
         "checks": [
-            check(f"{row['cache']}, {AT_CONTEXT} tokens: times faster than computing", row["x compute"], MIN_SPEEDUP, is_at_least=True)
+            check(
+                f"{row['cache']}, {AT_CONTEXT} tokens: times faster than computing",
+                row["x compute"],
+                MIN_SPEEDUP,
+                is_at_least=True,
+            )
             for row in rows
             if row["context"] == AT_CONTEXT
         ],
@@ -70,7 +89,9 @@ def measure(store: Path, folder: Path, num_tokens: int, is_cold: bool, options: 
     }
 
 
-def resume_once(store_path: Path, folder: Path, num_tokens: int, is_cold: bool, options: Options, with_compute: bool) -> dict[str, float]:
+def resume_once(
+    store_path: Path, folder: Path, num_tokens: int, is_cold: bool, options: Options, with_compute: bool
+) -> dict[str, float]:
     """Resume one session, load the same KV with torch, and compute it again if wanted."""
     model, tokenizer = load_model(options)
     data, saved = store_path / "data.mdb", folder / f"{num_tokens}.pt"
@@ -151,7 +172,9 @@ def _resident(view: mmap.mmap) -> float:
 def _check_same(session: object, cache: DynamicCache) -> None:
     for (keys, values), layer in zip(session.ledger.workspace.layers, cache.layers, strict=True):
         num_tokens = layer.keys.shape[2]
-        if not torch.equal(keys[:, :, :num_tokens], layer.keys) or not torch.equal(values[:, :, :num_tokens], layer.values):
+        if not torch.equal(keys[:, :, :num_tokens], layer.keys) or not torch.equal(
+            values[:, :, :num_tokens], layer.values
+        ):
             raise RuntimeError("the store and torch.save hold different KV")
 
 

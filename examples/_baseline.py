@@ -104,9 +104,8 @@ class CopySession:
         del self.active.tokens[len(self.active.tokens) - tokens :]
         _keep(self.active.cache, len(self.active.tokens))
 
-    def checkpoint(self, _message: str, *, extras: dict[str, Any]) -> None:
+    def checkpoint(self, _message: str) -> None:
         """Feed what is pending but for the last token, as agentmem does. Nothing is saved."""
-        self.active.extras = copy.deepcopy(extras)
         todo = self.active.tokens[self.active.cache.get_seq_length() : -1]
         for chunk in _chunks(todo):
             with torch.no_grad():

@@ -2,48 +2,148 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel
 
 Say = Callable[[str], None]
-MB = 1e6
 
 
 @dataclass(slots=True)
 class Spent:
-    """What something took: seconds, and tokens that the model was fed.
+    """What something took.
 
     Attributes:
-        s: Wall time.
-        fed: Tokens.
-        num_sampled: Tokens that were sampled; all but the last were fed too.
+        s: Wall time, in seconds.
+        fed: Tokens that the model was fed.
     """
 
-    meter: "Meter"
-    started_s: float
     s: float = 0.0
     fed: int = 0
-    num_sampled: int = 0
-
-    def stop(self) -> None:
-        """Stop the clock."""
-        self.s = self.s or time.perf_counter() - self.started_s
-        self.fed = self.meter.fed - self.fed
 
 
 class Meter:
-    """Counts the tokens that the model is really fed, by a hook of its own on the model, and the bytes held at most."""
+    """Counts the tokens that a model is really fed, with a hook of its own on the model, whoever feeds it.
+
+    Attributes:
+        fed: Tokens fed so far.
+        fed_before_first: Tokens fed before the first one was sampled; None until then.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Count from now on."""
         self.fed = 0
-        self.peak_nbytes = 0
         self.fed_before_first: int | None = None
-        self.held: Callable[[], int] = lambda: 0
         model.register_forward_pre_hook(self._count, with_kwargs=True)
 
-    def _count(self, _model: object, _args: object, kwargs: dict[str, Any]) -> None:
-        self.fed += kwargs["input_ids"].shape[1]
+    @contextlib.contextmanager
+    def spent(self) -> Iterator[Spent]:
+        """Measure what the block takes; the numbers are there when it has ended."""
+        spent, started, fed = Spent(), time.perf_counter(), self.fed
+        yield spent
+        spent.s, spent.fed = time.perf_counter() - started, self.fed - fed
+
+    def note_sampled(self, num_tokens: int) -> None:
+        """Learn that tokens were sampled; all but the last of them were fed too."""
+        if self.fed_before_first is None:
+            self.fed_before_first = self.fed - (num_tokens - 1)
+
+    def _count(self, _model: object, arguments: tuple[Any, ...], inputs: Mapping[str, Any]) -> None:
+        self.fed += (arguments[0] if arguments else inputs["input_ids"]).shape[1]
+
+
+def numbers(search: Any, stats: Mapping[str, int | float]) -> dict[str, Any]:
+    """Return what a search did, over all its processes, and what its store holds."""
+    root, nodes, best = search.root, search.nodes, search.best
+    totals = {name: round(value, 3) for name, value in root["totals"].items()}
+    return {
+        **totals,
+        "branches": sorted(nodes),
+        "best": best,
+        "score": nodes[best]["score"],
+        "items": len(nodes[best]["items"]),
+        "goal": root["goal"],
+        "is_solved": search.is_solved,
+        "leg": root["leg"],
+        "prefill": root["prefill"],
+        "fed_before_first": search.meter.fed_before_first,
+        "fed_by_this_process": search.meter.fed,
+        "recomputing_would_feed": totals.get("context", 0) + totals.get("sampled", 0),
+        "stored_nbytes": stats.get("disk_stored_nbytes", 0),
+        "file_nbytes": stats.get("file_nbytes", 0),
+    }
+
+
+def print_resumed(say: Say, search: Any, opened: Spent, resumed: Spent) -> dict[str, Any]:
+    """Say what it took to have the KV of the best branch back, and return that."""
+    report, prefill = search.session.report, search.root["prefill"]
+    say(
+        f"resumed branch {search.best!r}: {report.num_reused:,} of {report.num_tokens:,} tokens are back in "
+        f"{resumed.s:.2f} s (opening the store took {opened.s:.2f} s), {resumed.fed} tokens fed;\n"
+        f"reading the context took the first process {prefill['s']:.1f} s: {prefill['s'] / resumed.s:.0f} times as long"
+    )
+    return {"opened_s": opened.s, "resumed_s": resumed.s, "fed": resumed.fed, "num_reused": report.num_reused}
+
+
+def print_goal(say: Say, search: Any) -> None:
+    """Say what the search is about to do."""
+    root, options = search.root, search.options
+    say(
+        f"the context: {root['prefill']['tokens']:,} tokens, read once in {root['prefill']['s']:.1f} s\n"
+        f"the goal: a branch with {root['goal']} verified items; at most {root['budget']} nodes to expand, "
+        f"{options.width} children each\n"
+    )
+
+
+def print_summary(say: Say, ours: Mapping[str, Any], copies: Mapping[str, Any] | None) -> None:
+    """Print what was found, and a table of what it took."""
+    verdict = "solved" if ours["is_solved"] else "not solved within the steps allowed"
+    say(f"{verdict}: {ours['items']} of {ours['goal']} items, score {ours['score']}, on branch {ours['best']!r}")
+    say(
+        f"{ours.get('forks', 0)} forks, {ours.get('rewinds', 0)} rewinds, {ours.get('dropped', 0)} branches dropped; "
+        f"{len(ours['branches'])} kept, the root included"
+    )
+    if ours["leg"] > 1:
+        say(f"this process fed {ours['fed_before_first']} token(s) before it sampled its first one\n")
+    recomputing = ours["recomputing_would_feed"] + ours["prefill"]["tokens"]
+    rate = ours["prefill"]["tokens"] / ours["prefill"]["s"]
+    rows = [
+        ("tokens fed to the model", _total_fed(ours), _total_fed(copies), f"{recomputing:,}"),
+        ("tokens reused", f"{recomputing - ours['fed'] - ours['prefill']['fed']:,}", "", "0"),
+        ("KV held at most", _megabytes(ours, "peak_nbytes"), _megabytes(copies, "peak_nbytes"), ""),
+        ("KV on disk", _megabytes(ours, "stored_nbytes"), "lost at exit", ""),
+        ("file on disk", _megabytes(ours, "file_nbytes"), "", ""),
+        ("reading the context", _seconds(ours["prefill"]), _seconds(copies and copies["prefill"]), ""),
+        ("the search", _seconds(ours), _seconds(copies), f"about {recomputing / rate:,.0f} s to feed"),
+    ]
+    say(_table(("", "agentmem", "deepcopy per branch", "each branch from text"), rows))
+    if copies is not None:
+        is_same = copies["branches"] == ours["branches"] and copies["score"] == ours["score"]
+        memory, seconds = copies["peak_nbytes"] / ours["peak_nbytes"], copies["s"] / ours["s"]
+        say(
+            f"\nboth searches made {'the same branches' if is_same else 'DIFFERENT branches'}; deepcopy held "
+            f"{memory:.1f} times the KV and took {seconds:.2f} times as long"
+        )
+
+
+def _total_fed(numbers: Mapping[str, Any] | None) -> str:
+    return "" if numbers is None else f"{numbers['fed'] + numbers['prefill']['fed']:,}"
+
+
+def _megabytes(numbers: Mapping[str, Any] | None, name: str) -> str:
+    return "" if numbers is None else f"{numbers[name] / 1e6:,.1f} MB"
+
+
+def _seconds(numbers: Mapping[str, Any] | None) -> str:
+    return "" if numbers is None else f"{numbers['s']:.1f} s"
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    return "\n".join(
+        f"{row[0]:<{widths[0]}}"
+        + "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
+        for row in [head, *rows]
+    )

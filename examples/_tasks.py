@@ -1,4 +1,4 @@
-"""What the agent of tree_search.py works on: a long text to read, lines to write, and a verifier that no one can talk to.
+"""What the agent of tree_search.py works on: a long text to read, lines to write, and a verifier.
 
 Knows nothing of models and of agentmem.
 """
@@ -47,6 +47,8 @@ def doctests() -> Task:
 
 def check_doctest(lines: Sequence[str], before: Sequence[Sequence[str]]) -> str:
     """Check the name of a method, then a call of it, then the result, which Python computes to compare."""
+    if "\n" not in lines[-1]:
+        return f"{lines[-1]!r} has no end"
     name = lines[0].strip()
     if len(lines) == 1:
         if name in SHOWN or name in {item[0].strip() for item in before}:
@@ -81,7 +83,7 @@ def luck() -> Task:
     def check(lines: Sequence[str], _before: Sequence[Sequence[str]]) -> str:
         return "" if zlib.crc32(lines[0].encode()) % 2 else "no luck"
 
-    return Task(context=f"{inspect.getdoc(str)}\n\n", leads=("> ",), check=check)
+    return Task(context=f"{inspect.getdoc(str)}\n", leads=("\n> ",), check=check)
 
 
 TASKS = {"doctests": doctests, "luck": luck}

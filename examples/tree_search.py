@@ -1,8 +1,8 @@
 """An agent that searches a tree: it reads a long manual once, writes tests, and a verifier runs each of them.
 
-Every branch of the search is a branch of an agentmem session: forked from the best one so far, rewound and sampled again
-where a line fails, checkpointed when a test passes, dropped when nothing helps. Stop it at any moment and start it again:
-it goes on where it was. `python examples/tree_search.py --help` lists the choices; `make demo` runs it twice.
+Every branch of the search is a branch of an agentmem session: forked from the best one so far, rewound and sampled
+again where a line fails, checkpointed when a test passes, dropped when nothing helps. Stop it at any moment and start
+it again: it goes on where it was. `python examples/tree_search.py --help` lists the choices; `make demo` runs it twice.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from _baseline import CopySession
-from _report import Meter, Say, describe_resume, describe_search, summarise
+from _report import Meter, Say, Spent, numbers, print_goal, print_resumed, print_summary
 from _tasks import TASKS, Task
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -36,20 +36,29 @@ class Search:
     its parent. The root's extras also hold what concerns the whole search.
     """
 
-    def __init__(self, session: Any, task: Task, options: argparse.Namespace, meter: Meter, say: Say) -> None:
+    def __init__(
+        self, session: Any, task: Task, options: argparse.Namespace, meter: Meter, held: Callable[[], float], say: Say
+    ) -> None:
         """Search in `session`: an `agentmem.Session`, or a `CopySession`, which has the same verbs."""
         self.session = session
         self.task = task
         self.options = options
         self.meter = meter
+        self.held = held
         self.say = say
         self.root: dict[str, Any] = session.branch(ROOT).extras
 
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the context was read."""
+        return "node" in self.root
+
     def prepare(self) -> None:
         """Read the task, unless that is done: the one time that the model is fed the context."""
-        if "node" in self.root:
+        if self.is_prepared:
             return
-        with self.meter.timed() as prefill:
+        self.say(f"reading {len(self.task.context):,} characters ...")
+        with self.meter.spent() as prefill:
             self.session.switch(ROOT)
             if not self.session.active.num_tokens:
                 self.session.append(self.task.context + self.task.leads[0])
@@ -109,11 +118,12 @@ class Search:
         for index in range(extras["tried"], self.options.width):
             child = str(index) if node == ROOT else f"{node}.{index}"
             if child not in self.session.branches:  # else its process ended right after its checkpoint
-                with self.meter.timed() as spent:
+                with self.meter.spent() as spent:
                     outcome = self._grow(node, child)
                 self.say(f"{self.count('forks'):3}  {child:<12} {outcome}")
                 self.count("s", spent.s)
                 self.count("fed", spent.fed)
+                self.root["totals"]["peak_nbytes"] = max(self.count("peak_nbytes"), self.held())
             extras["tried"] = index + 1
             self.session.flush()  # queued: costs microseconds
 
@@ -147,12 +157,10 @@ class Search:
         options, problem = self.options, ""
         for attempt in range(options.tries):
             seed = zlib.crc32(f"{options.seed}/{child}/{len(lines)}/{attempt}".encode())
-            with self.meter.first() as first:
-                written = self.session.generate(seed=seed, **options.sampling)
-                first.num_sampled = len(written.tokens)
+            written = self.session.generate(seed=seed, **options.sampling)
+            self.meter.note_sampled(len(written.tokens))
             self.count("sampled", len(written.tokens))
-            is_ended = "\n" in written.text
-            problem = self.task.check([*lines, written.text], before) if is_ended else f"{written.text!r} has no end"
+            problem = self.task.check([*lines, written.text], before)
             if not problem:
                 lines.append(written.text)
                 return ""
@@ -168,61 +176,60 @@ class Search:
 
 
 def run(options: argparse.Namespace, say: Say) -> dict[str, Any]:
-    """Search, or go on with a search, and return the numbers."""
-    started = time.perf_counter()
-    model, tokenizer = load_model(options.model)
-    meter, task = Meter(model), TASKS[options.task]()
-    options.sampling = sampling(options, tokenizer)
-    say(f"{model.config.name_or_path or options.model}: loaded in {time.perf_counter() - started:.1f} s")
+    """Search, or go on with a stored search, and return the numbers."""
     if not options.resume:
         forget_reported(options, say)
-    with meter.timed() as opening, agentmem.open(options.store, model=model, tokenizer=tokenizer) as store:
-        is_known = any(record.name == options.task for record in store.sessions())
-        if options.resume and not is_known:
-            raise SystemExit(f"no session {options.task!r} in {options.store} to resume; run without --resume first")
-        opening.stop()
-        with meter.timed() as resuming:
-            session = store.resume(options.task) if is_known else store.create(options.task)
-            search = Search(session, task, options, meter, say)
-            if "node" in search.root:
-                session.switch(search.best)
-        if "node" in search.root:
-            describe_resume(say, search, opening, resuming)
-        return finish(store, search, model, tokenizer)
+    model, tokenizer = load_model(options.model)
+    options.sampling = sampling(options, tokenizer)
+    started = time.perf_counter()
+    with agentmem.open(options.store, model=model, tokenizer=tokenizer) as store:
+        opened = Spent(time.perf_counter() - started)
+        search, resumed = open_search(store, options, Meter(model), opened, say)
+        search.prepare()
+        if options.resume and search.root["is_reported"]:
+            search.set_goal(len(search.nodes[search.best]["items"]) + max(options.goal // 3, 1))
+        print_goal(say, search)
+        search.run()
+        search.session.switch(search.best)
+        store.flush()
+        say(f"\n{search.session.log()}\n")
+        found = numbers(search, store.stats())
+        is_compared = search.root["leg"] == 1 and not options.no_baseline
+        copies = run_baseline(search, model, tokenizer) if is_compared else None
+        print_summary(say, found, copies)
+        search.root["is_reported"] = True
+    return {**found, "resumed": resumed, "baseline": copies}
 
 
-def finish(
-    store: agentmem.Store, search: Search, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> dict[str, Any]:
-    """Bring the search to its end, show the tree, and compare with the same search without agentmem."""
-    options, say = search.options, search.say
-    search.meter.held = lambda: int(store.stats()["device_nbytes"] + store.stats()["host_nbytes"])
-    search.prepare()
-    if options.resume and search.root["is_reported"]:
-        search.set_goal(max(search.root["goal"], len(search.nodes[search.best]["items"]) + options.goal // 2))
-    describe_search(say, search)
-    search.run()
-    search.session.switch(search.best)
-    store.flush()
-    say(f"\n{search.session.log()}\n")
-    baseline = None
-    if search.root["leg"] == 1 and not options.no_baseline:
-        say("the same search with a deep copy of the cache for each branch ...")
-        baseline = run_baseline(search, model, tokenizer)
-    summary = summarise(say, search, store.stats(), baseline)
-    search.root["is_reported"] = True
-    return summary
+def open_search(
+    store: agentmem.Store, options: argparse.Namespace, meter: Meter, opened: Spent, say: Say
+) -> tuple[Search, dict[str, Any] | None]:
+    """Return the stored search, with its best branch on the device, or a new one; and what resuming took."""
+    is_known = any(record.name == options.task for record in store.sessions())
+    if options.resume and not is_known:
+        raise SystemExit(f"{options.store} holds no search to resume: run without --resume first")
+    with meter.spent() as spent:
+        session = store.resume(options.task) if is_known else store.create(options.task)
+        search = Search(session, TASKS[options.task](), options, meter, lambda: held(store), say)
+        if search.is_prepared:
+            session.switch(search.best)
+    return search, print_resumed(say, search, opened, spent) if search.is_prepared else None
 
 
-def run_baseline(search: Search, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Search:
-    """Run the whole search again on `CopySession`: the same seeds, so the same tree."""
+def held(store: agentmem.Store) -> float:
+    """Return the bytes of KV in memory, on the device and beside it."""
+    stats = store.stats()
+    return stats["device_nbytes"] + stats["host_nbytes"]
+
+
+def run_baseline(search: Search, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Run the whole search again on `CopySession` and return its numbers: the same seeds, so the same branches."""
+    search.say("the same search with a deep copy of the cache for every branch ...")
     copies = CopySession(model, tokenizer)
-    meter = Meter(model)
-    meter.held = lambda: copies.nbytes
-    other = Search(copies, search.task, search.options, meter, lambda _text: None)
+    other = Search(copies, search.task, search.options, Meter(model), lambda: copies.nbytes, lambda _text: None)
     other.prepare()
     other.run()
-    return other
+    return numbers(other, {})
 
 
 def forget_reported(options: argparse.Namespace, say: Say) -> None:

@@ -362,7 +362,13 @@ def test_a_model_whose_state_cannot_be_stored_is_refused_by_name(name, store_pat
 def test_an_encoder_decoder_model_is_refused(kind, store_path):
     shapes = {
         "t5": {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4},
-        "whisper": {"d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 96},
+        "whisper": {
+            "d_model": 64,
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+        },
         "bart": {"d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 96},
     }
     options = {"vocab_size": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from agentmem._lmdb import ReadTransaction, Table
 from agentmem.cli.result import ExitCode, Result
@@ -113,7 +114,7 @@ def _ls_text(sessions: list[_Listed]) -> str:
         (
             plain(session.name),
             plain(session.active_branch),
-            plain(session.model_name),
+            plain(_model(session.model_name)),
             f"{session.num_branches:,}",
             f"{session.num_checkpoints:,}",
             "?" if session.num_tokens is None else f"{session.num_tokens:,}",
@@ -122,6 +123,11 @@ def _ls_text(sessions: list[_Listed]) -> str:
         for session in sessions
     ]
     return table(header, rows, left=3)
+
+
+def _model(name: str) -> str:
+    """Return a model's name; of one that was loaded from a folder, the folder's."""
+    return Path(name).name if Path(name).is_absolute() else name
 
 
 def _log_text(view: SessionView, checkpoints: Mapping[CheckpointId, Checkpoint], *, fold: bool) -> str:

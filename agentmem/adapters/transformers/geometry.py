@@ -72,8 +72,13 @@ def _probe(model: PreTrainedModel) -> DynamicCache:
     for index, layer in enumerate(cache.layers):
         _kind(model, index, layer)
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
-    with torch.no_grad():
-        output = model(input_ids=token, use_cache=True, **{cache_argument(model): cache})
+    try:
+        with torch.no_grad():
+            output = model(input_ids=token, use_cache=True, **{cache_argument(model): cache})
+    except (AttributeError, TypeError) as error:  # it asks its cache for what only a cache of its own has
+        raise UnsupportedModelError(
+            f"{_name(model)} does not work on the DynamicCache it is given ({error}); agentmem cannot store its state yet"
+        ) from error
     returned: object = getattr(output, "cache", None)
     if returned is None:
         returned = getattr(output, "past_key_values", None)

@@ -1,0 +1,66 @@
+"""Collects what one operation on a branch reused, computed and moved, and leaves the report on the branch."""
+
+import time
+from typing import Protocol
+
+from agentmem.stats import Reason, ReuseReport
+from agentmem.tiers.blockstore import Loaded
+from agentmem.tree.trail import Trail
+
+
+class Reported(Protocol):
+    """What a report is made from, and where it is left."""
+
+    tokens: Trail[int]
+    num_computed: int
+    num_fed: int
+    loss: Reason
+    lost_stop: int
+    last_report: ReuseReport
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that the model was not fed yet."""
+        ...
+
+
+class Operation:
+    """Collects what one operation did and leaves the report on the branch, also when it fails."""
+
+    def __init__(self, branch: Reported, operation: str) -> None:
+        self._branch = branch
+        self._operation = operation
+        self._loads: list[Loaded] = []
+
+    def __enter__(self) -> "Operation":
+        self._started = time.perf_counter()
+        self._num_fed = self._branch.num_fed
+        return self
+
+    def note_load(self, loaded: Loaded) -> None:
+        """Add what a load brought."""
+        self._loads.append(loaded)
+
+    def __exit__(self, *_error: object) -> None:
+        branch = self._branch
+        from_tier: dict[str, int] = {}
+        for loaded in self._loads:
+            for tier, num_tokens in loaded.from_tier.items():
+                from_tier[tier] = from_tier.get(tier, 0) + num_tokens
+        num_reused = sum(from_tier.values())
+        is_lost = branch.loss is not Reason.COMPLETE
+        branch.last_report = ReuseReport(
+            operation=self._operation,
+            num_tokens=len(branch.tokens),
+            num_reused=num_reused,
+            num_computed=branch.num_fed - self._num_fed,
+            num_pending=branch.num_pending,
+            from_tier=from_tier,
+            moved_nbytes=sum(loaded.nbytes for loaded in self._loads),
+            first_difference=num_reused if is_lost else None,
+            num_equivalent=sum(loaded.num_equivalent for loaded in self._loads),
+            reason=branch.loss,
+            elapsed_s=time.perf_counter() - self._started,
+        )
+        if is_lost and branch.num_computed >= branch.lost_stop:
+            branch.loss = Reason.COMPLETE
