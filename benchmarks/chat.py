@@ -3,8 +3,8 @@
     python benchmarks/chat.py [--quick]
 
 Two sessions in two stores have the same chat, a turn of one and then the same turn of the other. One saves in the
-background and makes a durable checkpoint (fsync) after every turn; the other saves nothing until it is closed. Nothing is
-left to save between turns: the checkpoint waits for it, inside the time of its turn.
+background and makes a durable checkpoint (fsync) after every turn; the other saves nothing until it is closed. Nothing
+is left to save between turns: the checkpoint waits for it, inside the time of its turn.
 """
 
 from pathlib import Path

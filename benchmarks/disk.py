@@ -1,6 +1,6 @@
 """Bytes on disk of 16 branches with 64 own tokens each on a prefix of 4,096 tokens, beside the raw KV of ONE branch.
 
-    python benchmarks/disk.py [--quick]
+    python benchmarks/disk.py
 
 Counted are the live pages of the data file: records with their padding to whole pages, checkpoints, branches, indexes,
 LMDB's own trees. The prefix is appended and kept as a user would, so its last token is fed by each branch. Raw bytes of
@@ -23,12 +23,11 @@ def run(options: Options) -> dict[str, object]:
     """Make the branches in a new store and count."""
     model, tokenizer = load_model(options)
     path = options.folder / "disk"
-    num_prefix = options.repeats(full=NUM_PREFIX, quick=1024)
     with agentmem.open(path, model=model, tokenizer=tokenizer) as store:
         empty_nbytes = store.environment.nbytes - store.environment.free_nbytes
         session = store.create("search")
-        make_branches(session, read_tokens(tokenizer, num_prefix + NUM_OWN * NUM_BRANCHES), num_prefix)
-        one_branch = (num_prefix + NUM_OWN) * session.adapter.spec.token_nbytes
+        make_branches(session, read_tokens(tokenizer, NUM_PREFIX + NUM_OWN * NUM_BRANCHES))
+        one_branch = (NUM_PREFIX + NUM_OWN) * session.adapter.spec.token_nbytes
         store.flush()
         stats = store.stats()
         live_nbytes = store.environment.nbytes - store.environment.free_nbytes
@@ -44,7 +43,7 @@ def run(options: Options) -> dict[str, object]:
     ]
     return {
         "benchmark": "disk",
-        "what": f"{NUM_BRANCHES} branches x {NUM_OWN} own tokens on a prefix of {num_prefix:,}",
+        "what": f"{NUM_BRANCHES} branches x {NUM_OWN} own tokens on a prefix of {NUM_PREFIX:,}",
         "rows": rows,
         "num_blocks": stats["disk_num_blocks"],
         "empty_store_nbytes": empty_nbytes,
@@ -52,13 +51,13 @@ def run(options: Options) -> dict[str, object]:
     }
 
 
-def make_branches(session: Session, tokens: list[int], num_prefix: int) -> None:
+def make_branches(session: Session, tokens: list[int]) -> None:
     """Keep the prefix, then fork and feed each branch's own tokens and keep it."""
-    session.append(tokens[:num_prefix])
+    session.append(tokens[:NUM_PREFIX])
     trunk = session.checkpoint("prefix")
     for number in range(NUM_BRANCHES):
         name = f"branch-{number}"
-        first = num_prefix + number * NUM_OWN
+        first = NUM_PREFIX + number * NUM_OWN
         session.fork(name, at=trunk)
         session.append(tokens[first : first + NUM_OWN], branch=name)
         session.forward(branch=name)

@@ -2,8 +2,8 @@
 
     python benchmarks/fork.py [--quick] [--contexts N ...]
 
-Every fork queues a durable record: the writer runs meanwhile, as in real use. Three cases: at a checkpoint, at the tip of
-the active branch, and where a branch has a token after its tip (which makes an automatic checkpoint).
+Every fork queues its record: the writer runs meanwhile, as in real use. Three cases: at a checkpoint, at the tip of the
+active branch, and where a branch has a token after its tip (which makes an automatic checkpoint).
 """
 
 import copy

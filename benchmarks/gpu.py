@@ -1,10 +1,10 @@
-"""One script for a machine with a GPU, within six minutes: fork, switch, offload, load, resume, decode, and the GPU tests.
+"""For a machine with a GPU, within six minutes: fork, switch, offload, load, resume, decode, and the GPU tests.
 
     python benchmarks/gpu.py [--quick] [--contexts N ...] [--layers N]
 
-The model is a Llama of Llama-3-8B's geometry (8 KV heads of 128, 128 KB of KV a token at 32 layers) with random weights in
-bf16, so that nothing has to be fetched. Without CUDA it says so, runs the same steps with a small model on the CPU, so
-that the script itself is tested, and claims nothing.
+The model is a Llama of Llama-3-8B's geometry (8 KV heads of 128, 128 KB of KV a token at 32 layers) with random weights
+in bf16, so that nothing has to be fetched. Without CUDA it says so, runs the same steps with a small model on the CPU,
+so that the script itself is tested, and claims nothing.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import torch
+from decode import median_ratio
 from harness import (
     MB,
     Options,
@@ -32,7 +33,7 @@ from harness import (
     stock_cache,
     time_calls,
 )
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, Cache, PreTrainedModel
 
 import agentmem
 from agentmem.session import Session
@@ -53,9 +54,7 @@ def main() -> int:
     has_gpu = torch.cuda.is_available()
     say(json.dumps(machine(), indent=2))
     if not has_gpu:
-        say(
-            "There is no CUDA device: the steps run with a small model on the CPU, and the numbers say nothing of a GPU."
-        )
+        say("There is no CUDA device: a small model runs the steps on the CPU, and the numbers say nothing of a GPU.")
     with chosen_options(arguments) as options:
         result = run(options, has_gpu=has_gpu, num_layers=arguments.layers)
     show(result)
@@ -196,9 +195,9 @@ def decode_side_by_side(session: Session, num_tokens: int, num_steps: int) -> Ro
     with session.cache() as our_side:
         for number in range(num_steps):
             sides = [(stock, stock_side), (ours, our_side)]
-            logits = [
-                step(session.adapter.model, cache, token, times) for times, cache in sides[:: 1 - 2 * (number % 2)]
-            ]
+            if number % 2:
+                sides.reverse()
+            logits = [step(session.adapter.model, cache, token, times) for times, cache in sides]
             if not torch.equal(*logits):
                 raise RuntimeError(f"logits differ at step {number}")
             token = int(logits[0].argmax())
@@ -206,11 +205,11 @@ def decode_side_by_side(session: Session, num_tokens: int, num_steps: int) -> Ro
     return {
         "stock decode ms": stock.median * 1e3,
         "our decode ms": ours.median * 1e3,
-        "decode ratio": ours.median / stock.median,
+        "decode ratio": median_ratio(ours.wall_s, stock.wall_s),
     }
 
 
-def step(model: PreTrainedModel, cache: object, token: int, times: Times) -> torch.Tensor:
+def step(model: PreTrainedModel, cache: Cache, token: int, times: Times) -> torch.Tensor:
     """Feed one token and wait for its logits `[V]`."""
     ids = torch.tensor([[token]], device=model.device)
     with times.run(), torch.no_grad():

@@ -1,4 +1,4 @@
-"""What `agentmem.open` takes, and where the time goes: every weight is read, so that no other model is taken for this one.
+"""What `agentmem.open` takes, and where the time goes. Every weight is read: no other model passes for this one.
 
 python benchmarks/open.py [--quick]
 """

@@ -133,6 +133,8 @@ def command_of(arguments: argparse.Namespace) -> str:
         parts.append(f"--only {' '.join(arguments.only)}")
     if tuple(arguments.contexts) != harness.CONTEXTS:
         parts.append(f"--contexts {' '.join(map(str, arguments.contexts))}")
+    if arguments.threads != harness.DEFAULT_THREADS:
+        parts.append(f"--threads {arguments.threads}")
     return " ".join(parts)
 
 

@@ -70,7 +70,7 @@ def numbers(search: Any, stats: Mapping[str, int | float]) -> dict[str, Any]:
         "prefill": root["prefill"],
         "fed_before_first": search.meter.fed_before_first,
         "fed_by_this_process": search.meter.fed,
-        "recomputing_would_feed": totals.get("context", 0) + totals.get("sampled", 0),
+        "recomputing_would_feed": totals["context"] + totals["sampled"],
         "stored_nbytes": stats.get("disk_stored_nbytes", 0),
         "file_nbytes": stats.get("file_nbytes", 0),
     }
@@ -102,7 +102,7 @@ def print_summary(say: Say, ours: Mapping[str, Any], copies: Mapping[str, Any] |
     verdict = "solved" if ours["is_solved"] else "not solved within the steps allowed"
     say(f"{verdict}: {ours['items']} of {ours['goal']} items, score {ours['score']}, on branch {ours['best']!r}")
     say(
-        f"{ours.get('forks', 0)} forks, {ours.get('rewinds', 0)} rewinds, {ours.get('dropped', 0)} branches dropped; "
+        f"{ours['forks']} forks, {ours['rewinds']} rewinds, {ours['dropped']} branches dropped; "
         f"{len(ours['branches'])} kept, the root included"
     )
     if ours["leg"] > 1:
@@ -118,7 +118,8 @@ def print_summary(say: Say, ours: Mapping[str, Any], copies: Mapping[str, Any] |
         ("reading the context", _seconds(ours["prefill"]), _seconds(copies and copies["prefill"]), ""),
         ("the search", _seconds(ours), _seconds(copies), f"about {recomputing / rate:,.0f} s to feed"),
     ]
-    say(_table(("", "agentmem", "deepcopy per branch", "each branch from text"), rows))
+    table = [("", "agentmem", "deepcopy per branch", "each branch from text"), *rows]
+    say(_table(table if copies is not None else [(row[0], row[1], row[3]) for row in table]))
     if copies is not None:
         is_same = copies["branches"] == ours["branches"] and copies["score"] == ours["score"]
         memory, seconds = copies["peak_nbytes"] / ours["peak_nbytes"], copies["s"] / ours["s"]
@@ -140,10 +141,12 @@ def _seconds(numbers: Mapping[str, Any] | None) -> str:
     return "" if numbers is None else f"{numbers['s']:.1f} s"
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+def _table(rows: list[tuple[str, ...]]) -> str:
+    """Return rows with their columns under one another, the first to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
-        f"{row[0]:<{widths[0]}}"
-        + "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
-        for row in [head, *rows]
+        "  ".join(
+            [f"{row[0]:<{widths[0]}}", *(f"{cell:>{w}}" for cell, w in zip(row[1:], widths[1:], strict=True))]
+        ).rstrip()
+        for row in rows
     )

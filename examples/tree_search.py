@@ -12,21 +12,20 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from _baseline import CopySession
+from _model import line_sampling, load_model
+from _options import parse
 from _report import Meter, Say, Spent, numbers, print_goal, print_resumed, print_summary
 from _tasks import TASKS, Task
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import agentmem
-from agentmem.testing import models
 
 ROOT = "main"
-MODELS = Path(__file__).parent.parent / ".models"
+TOTALS = ("forks", "rewinds", "dropped", "context", "sampled", "fed", "s", "peak_nbytes")
 
 
 class Search:
@@ -63,7 +62,8 @@ class Search:
             if not self.session.active.num_tokens:
                 self.session.append(self.task.context + self.task.leads[0])
             self.session.checkpoint("task")
-        self.root.update(node=ROOT, items=[], score=0.0, tried=0, current="", totals={}, leg=0)
+        self.root.update(node=ROOT, items=[], score=0.0, tried=0, current="", leg=0)
+        self.root["totals"] = dict.fromkeys(TOTALS, 0)
         self.root["prefill"] = {"tokens": self.session.active.num_tokens, "s": prefill.s, "fed": prefill.fed}
         self.set_goal(self.options.goal)
 
@@ -75,7 +75,7 @@ class Search:
     def run(self) -> None:
         """Expand the best node until the goal is reached, the steps are used up or nothing is left to expand."""
         self._drop_unfinished()
-        while self.root["budget"] > 0 and not self.is_solved:
+        while self.root["current"] or (self.root["budget"] > 0 and not self.is_solved):
             node = self.root["current"] or self._best_open()
             if not node:
                 self.say("every branch is a dead end")
@@ -99,7 +99,7 @@ class Search:
     @property
     def is_solved(self) -> bool:
         """Whether a branch has as many items as were asked for."""
-        return len(self.nodes[self.best]["items"]) >= self.root["goal"]
+        return bool(len(self.nodes[self.best]["items"]) >= self.root["goal"])
 
     def _best_open(self) -> str:
         """Return the node with the highest score among those that have children to try; "" when there is none."""
@@ -109,18 +109,18 @@ class Search:
     def _drop_unfinished(self) -> None:
         """Drop the branch that was being written when a process ended: its seeds will write it again."""
         for name in set(self.session.branches) - set(self.nodes):
-            self.session.switch(ROOT)
-            self.session.drop(name)
+            self.session.switch(name)
+            self._prune(name, name.rpartition(".")[0] or ROOT)
 
     def _expand(self, node: str) -> None:
         """Try the children of a node that were not tried yet."""
         extras = self.session.branch(node).extras
         for index in range(extras["tried"], self.options.width):
-            child = str(index) if node == ROOT else f"{node}.{index}"
+            child = child_name(node, index)
             if child not in self.session.branches:  # else its process ended right after its checkpoint
                 with self.meter.spent() as spent:
                     outcome = self._grow(node, child)
-                self.say(f"{self.count('forks'):3}  {child:<12} {outcome}")
+                self.say(f"{self.count('forks'):3}  {child:<16} {outcome}")
                 self.count("s", spent.s)
                 self.count("fed", spent.fed)
                 self.root["totals"]["peak_nbytes"] = max(self.count("peak_nbytes"), self.held())
@@ -136,13 +136,13 @@ class Search:
         self.count("context", session.active.num_tokens)
         lines: list[str] = []
         num_rewinds = self.count("rewinds")
+        before = [*node["items"], *self._items_after(parent)]
         for lead in self.task.leads:
             if lines:
                 session.append(lead)
-            problem = self._write_line(child, lines, node["items"])
+            problem = self._write_line(child, lines, before)
             if problem:
-                session.switch(parent)
-                session.drop(child)
+                self._prune(child, parent)
                 self.count("dropped", 1)
                 return f"dropped: {_short(problem)}"
         session.append(self.task.leads[0])
@@ -151,6 +151,18 @@ class Search:
         item = " ".join(lead.strip() + line.strip() for lead, line in zip(self.task.leads, lines, strict=True))
         session.checkpoint(item)  # on disk when it returns
         return f"score {score:4.1f}  {_short(item)}"
+
+    def _prune(self, child: str, parent: str) -> None:
+        """Drop a branch that leads nowhere; rewound first, so that what it wrote is not kept for a later fork."""
+        session = self.session
+        session.rewind(tokens=session.active.num_tokens - session.branch(parent).num_tokens)
+        session.switch(parent)
+        session.drop(child)
+
+    def _items_after(self, parent: str) -> list[list[str]]:
+        """Return the last items of a node's children: a new child has to find another one."""
+        children = {child_name(parent, index) for index in range(self.options.width)}
+        return [node["items"][-1] for name, node in self.nodes.items() if name in children]
 
     def _write_line(self, child: str, lines: list[str], before: Sequence[Sequence[str]]) -> str:
         """Sample a line until one passes, and add it to `lines`; else return what was wrong with the last one."""
@@ -170,24 +182,29 @@ class Search:
 
     def count(self, name: str, amount: float = 0) -> Any:
         """Add to a total that outlives the process; return it."""
-        totals = self.root["totals"]
-        totals[name] = totals.get(name, 0) + amount
-        return totals[name]
+        self.root["totals"][name] += amount
+        return self.root["totals"][name]
+
+
+def child_name(parent: str, index: int) -> str:
+    """Return the name of a node's child: "1", "1.0", "1.0.3"."""
+    return str(index) if parent == ROOT else f"{parent}.{index}"
 
 
 def run(options: argparse.Namespace, say: Say) -> dict[str, Any]:
     """Search, or go on with a stored search, and return the numbers."""
     if not options.resume:
         forget_reported(options, say)
+    say(f"loading {options.model} ...")
     model, tokenizer = load_model(options.model)
-    options.sampling = sampling(options, tokenizer)
+    options.sampling = line_sampling(tokenizer, temperature=options.temperature, max_new_tokens=options.line_tokens)
     started = time.perf_counter()
     with agentmem.open(options.store, model=model, tokenizer=tokenizer) as store:
         opened = Spent(time.perf_counter() - started)
         search, resumed = open_search(store, options, Meter(model), opened, say)
         search.prepare()
         if options.resume and search.root["is_reported"]:
-            search.set_goal(len(search.nodes[search.best]["items"]) + max(options.goal // 3, 1))
+            search.set_goal(len(search.nodes[search.best]["items"]) + 1)
         print_goal(say, search)
         search.run()
         search.session.switch(search.best)
@@ -245,50 +262,9 @@ def forget_reported(options: argparse.Namespace, say: Say) -> None:
         shutil.rmtree(options.store)
 
 
-def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer: SmolLM2-135M-Instruct, a tiny random one, or any that transformers loads."""
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    if name == "smollm2":
-        return models.smollm2(MODELS)
-    if name != "tiny":
-        return models.load(name)
-    tokenizer = AutoTokenizer.from_pretrained(models.smollm2_folder(MODELS))
-    return models.tiny_model("llama", vocab_size=len(tokenizer)), tokenizer
-
-
-def sampling(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return the options of `generate`: sample until a line ends."""
-    ends = [token for token in range(len(tokenizer)) if "\n" in tokenizer.decode([token])]
-    ends += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    shape = {"temperature": options.temperature, "top_p": 0.95, "top_k": 0, "do_sample": True}
-    return {**shape, "max_new_tokens": options.line_tokens, "eos_token_id": ends}
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    add: Callable[..., object] = parser.add_argument
-    add("--model", default="smollm2", help="smollm2, tiny (random), or a folder or hub id that transformers loads")
-    add("--store", type=Path, default=Path("tree_search.agentmem"), help="directory of the store")
-    add("--task", choices=TASKS, default="doctests", help="what to write")
-    add("--resume", action="store_true", help="go on with a stored search, with a higher goal if it came to its end")
-    add("--goal", type=int, default=6, help="items that a branch must have")
-    add("--steps", type=int, default=8, help="nodes to expand at most")
-    add("--width", type=int, default=4, help="children of a node")
-    add("--tries", type=int, default=3, help="samples of a line before its branch is dropped")
-    add("--line-tokens", type=int, default=20, help="tokens of a line at most")
-    add("--temperature", type=float, default=0.7, help="of sampling")
-    add("--seed", type=int, default=0, help="of the search")
-    add("--threads", type=int, default=2, help="threads of torch")
-    add("--no-baseline", action="store_true", help="leave out the same search without agentmem")
-    add("--json", action="store_true", help="print the numbers as JSON; everything else goes to stderr")
-    return parser.parse_args(arguments)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the example; return the exit status."""
-    options = parse(arguments)
+    options = parse(__doc__, arguments)
     torch.set_num_threads(options.threads)
 
     def say(text: str) -> None:

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from agentmem.errors import CapacityError
+from agentmem.errors import CapacityError, NotFoundError
 from agentmem.kv.spec import KVSpec, LayerGroup, LayerKind, LayerSpec
 from agentmem.tiers.device import GRANULE, KEEP_COPY_TOKENS, Cursor, DeviceTier, Workspace, empty_sections
 
@@ -172,6 +172,65 @@ class CursorsWithinABudget(CursorsAndLists):
     @invariant()
     def the_budget_holds(self):
         assert self.tier.nbytes <= self.tier.budget_nbytes
+
+
+def test_tokens_beyond_a_cursor_are_refused_rather_than_left_to_chance():
+    workspace = Workspace(device_tier())
+    cursor = Cursor(None, 0)
+    append(workspace, cursor, list(range(20)))
+
+    with pytest.raises(NotFoundError, match="21"):
+        workspace.gather(cursor, 16, 21, empty_sections(SPEC, 5))
+    with pytest.raises(NotFoundError):
+        workspace.gather(cursor.fork(10), 8, 12, empty_sections(SPEC, 4))
+
+
+def test_a_fork_copies_nothing_and_a_diverging_branch_moves_only_what_others_need():
+    tier = device_tier()
+    workspace = Workspace(tier)
+    trunk = Cursor(None, 0)
+    append(workspace, trunk, list(range(100)))
+    buffer_nbytes = tier.nbytes
+
+    other = trunk.fork()
+    append(workspace, trunk, [1000] * 10)
+    before_divergence = tier.nbytes
+    append(workspace, other, [2000])
+
+    moved = -(-10 // GRANULE) * GRANULE * SPEC.token_nbytes
+    assert before_divergence == buffer_nbytes
+    assert tier.nbytes == buffer_nbytes + moved
+    assert read(workspace, trunk) == [*range(100), *[1000] * 10]
+
+
+def test_the_bytes_in_use_can_be_asked_for_while_other_threads_allocate():
+    tier = device_tier(budget_tokens=GRANULE * 50)
+    errors, interval = [], sys.getswitchinterval()
+
+    def work():
+        kept = []
+        try:
+            for _ in range(300):
+                try:
+                    kept.append(tier.allocate(GRANULE))
+                except CapacityError:
+                    kept.clear()
+                assert tier.nbytes <= tier.budget_nbytes
+        except (RuntimeError, AssertionError) as error:
+            errors.append(error)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+
+    assert errors == []
+    assert tier.nbytes == 0
 
 
 TestCursorsAndLists = CursorsAndLists.TestCase

@@ -135,8 +135,7 @@ def test_every_step_gives_the_bits_of_a_stock_cache(tiny, family, store_path):
         session, stock = store.create("s"), StockRun(model)
 
         pairs = [(session.forward(random_tokens(n, n)), stock.forward(random_tokens(n, n))) for n in (1, 70, 200, 33)]
-        for step in range(num_steps):
-            pairs.append((session.forward([step]), stock.forward([step])))
+        pairs += [(session.forward([step]), stock.forward([step])) for step in range(num_steps)]
 
     assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
 

@@ -1,6 +1,6 @@
 """Every family of models: bit-exact where it is supported, refused by name where it is not.
 
-The models are tiny and random, with windows of 16 tokens, so that 60 tokens leave every window and several blocks behind.
+The models are tiny and random, with windows of 16 tokens: 60 tokens leave every window and several blocks behind.
 """
 
 from functools import cache
@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, DynamicCache
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    DynamicCache,
+)
 
 import agentmem
 from agentmem.errors import UnsupportedModelError

@@ -1,4 +1,4 @@
-"""Sixteen branches of one trunk that take turns, one token at a time, and do not disturb each other or what is stored."""
+"""Sixteen branches of one trunk take turns, one token at a time, and disturb neither each other nor what is stored."""
 
 import pytest
 import torch
@@ -137,9 +137,9 @@ def test_sessions_of_several_threads_do_not_disturb_each_other(llama, store_path
     from concurrent.futures import ThreadPoolExecutor
 
     token_nbytes = 4 * 2 * 2 * 16 * 4
-    config = agentmem.Config(device_budget_nbytes=900 * token_nbytes)
+    config = agentmem.Config(device_budget_nbytes=1600 * token_nbytes)  # for the four that work, not for all six
     with agentmem.open(store_path, model=llama, config=config) as store:
-        sessions = [store.create(f"s{number}") for number in range(4)]
+        sessions = [store.create(f"s{number}") for number in range(6)]
 
         def work(number):
             session = sessions[number]
@@ -153,7 +153,7 @@ def test_sessions_of_several_threads_do_not_disturb_each_other(llama, store_path
             return torch.cat(pieces)
 
         with ThreadPoolExecutor(4) as pool:
-            answers = list(pool.map(work, range(4)))
+            answers = list(pool.map(work, range(6)))
 
         for session, logits in zip(sessions, answers, strict=True):
             tokens = session.branch("b").tokens

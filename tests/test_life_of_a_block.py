@@ -136,9 +136,7 @@ def test_5_saving_packs_the_blocks_bytes_into_a_record_whose_name_covers_them(ll
     state.forward(TOKENS)
     sections = gathered(state, 64)
 
-    record = pack(
-        sections, block_hash=state.blocks[0].block_hash, fingerprint=runtime.adapter.fingerprint, start=0
-    )
+    record = pack(sections, block_hash=state.blocks[0].block_hash, fingerprint=runtime.adapter.fingerprint, start=0)
 
     meta = read_meta(record.data)
     assert all(torch.equal(section, kv) for section, kv in zip(sections, kv_of(llama, TOKENS), strict=True))
@@ -311,6 +309,36 @@ def test_a_truncated_record_never_reaches_the_model(runtime, environment):
 
     assert (loaded.blocks, loaded.reason, state.num_computed) == ([], Reason.DAMAGED, 0)
     assert state.num_pending == 64
+
+
+def test_what_is_not_on_the_device_is_not_copied_into_the_host_tier(runtime):
+    state = new_state(runtime)
+    state.forward([*TOKENS, *TOKENS])
+    before = gathered(state, 128)
+    runtime.blocks.save(state.saved_blocks())
+    state.cursor = state.cursor.fork(100)  # the second block is only in part on the device
+
+    runtime.blocks.demote(state.saved_blocks(), state.workspace, state.cursor)
+    state.cool()
+    loaded = state.restore()
+
+    assert loaded.from_tier == {"host": 64, "disk": 64}
+    assert all(torch.equal(a, b) for a, b in zip(before, gathered(state, 128), strict=True))
+
+
+def test_a_branch_that_is_evicted_twice_comes_back_as_it_was(llama, store_path):
+    with agentmem.open(store_path, model=llama) as store:
+        session = store.create("s")
+        expected = session.forward([*TOKENS, *TOKENS])[-1]
+        session.checkpoint()
+        session.fork("b")
+        for _ in range(2):
+            session.evict("main")
+            session.evict("b")
+
+        logits = session.forward([])
+
+        assert torch.allclose(logits[0], expected, atol=1e-4)
 
 
 def test_a_record_unpacks_into_nothing_but_its_own_geometry(runtime):

@@ -185,8 +185,8 @@ class BlockStore:
     def demote(self, blocks: Sequence[SealedBlock], workspace: Workspace, cursor: Cursor) -> None:
         """Copy saved blocks of the cursor's path from the device to the host tier, as far as its budget reaches."""
         for block in blocks:
-            if block.digest is None or self.host.contains(block.digest):
-                continue
+            if block.digest is None or block.stop > cursor.length or self.host.contains(block.digest):
+                continue  # what lies beyond the cursor is not on the device: it is on disk
             sections = empty_sections(self.spec, block.num_tokens)
             workspace.gather(cursor, block.start, block.stop, sections)
             if not self.host.store(block.digest, sections):

@@ -213,6 +213,8 @@ class Workspace:
         Raises:
             NotFoundError: Some of it has left the device.
         """
+        if stop > cursor.length:
+            raise NotFoundError(f"tokens {start:,} to {stop:,} were asked of {cursor.length:,} that are on the device")
         with self.lock:
             for run, run_stop in cursor.path():
                 low, high = max(start, run.start), min(stop, run_stop)
@@ -374,11 +376,14 @@ class DeviceTier:
         self.make_room: Callable[[int], None] = lambda _needed_nbytes: None
         """Called with the bytes that are missing before an allocation is refused; frees what may be freed."""
         self._storages: weakref.WeakSet[Storage] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._reserved_nbytes = 0  # of allocations that are being made
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated now."""
-        return sum(storage.nbytes for storage in tuple(self._storages))
+        with self._lock:
+            return sum(storage.nbytes for storage in tuple(self._storages))
 
     def allocate(self, num_tokens: int, *, replaces: int = 0) -> Storage:
         """Allocate KV for at least `num_tokens` tokens.
@@ -393,19 +398,33 @@ class DeviceTier:
         capacity = -(-num_tokens // GRANULE) * GRANULE
         nbytes = capacity * self.spec.token_nbytes
         self._require(nbytes - replaces, capacity)
-        with torch.inference_mode(mode=False):
-            dtype = getattr(torch, self.spec.dtype)
-            sections = [_empty(shape, dtype, self.device) for shape in self.spec.section_shapes(capacity)]
-        storage = Storage(sections, capacity, nbytes)
-        self._storages.add(storage)
+        storage: Storage | None = None
+        try:
+            with torch.inference_mode(mode=False):
+                dtype = getattr(torch, self.spec.dtype)
+                sections = [_empty(shape, dtype, self.device) for shape in self.spec.section_shapes(capacity)]
+            storage = Storage(sections, capacity, nbytes)
+        finally:
+            with self._lock:  # counted once at every moment, as set aside or as allocated
+                self._reserved_nbytes -= nbytes - replaces
+                if storage is not None:
+                    self._storages.add(storage)
         return storage
 
+    def _take(self, nbytes: int) -> bool:
+        """Set bytes aside for an allocation, unless the budget does not have them."""
+        with self._lock:
+            used = sum(storage.nbytes for storage in tuple(self._storages)) + self._reserved_nbytes
+            if self.budget_nbytes is not None and used + nbytes > self.budget_nbytes:
+                return False
+            self._reserved_nbytes += nbytes
+            return True
+
     def _require(self, nbytes: int, num_tokens: int) -> None:
-        if self.budget_nbytes is None:
+        if self._take(nbytes):
             return
-        if self.nbytes + nbytes > self.budget_nbytes:
-            self.make_room(self.nbytes + nbytes - self.budget_nbytes)
-        if self.nbytes + nbytes > self.budget_nbytes:
+        self.make_room(self.nbytes + nbytes - (self.budget_nbytes or 0))
+        if not self._take(nbytes):
             raise CapacityError(
                 f"KV for {num_tokens:,} tokens needs {nbytes:,} bytes more on the device; {self.nbytes:,} bytes of the "
                 f"budget of {self.budget_nbytes:,} are in use and nothing more can be evicted. Raise "
