@@ -10,7 +10,8 @@ from torch import Tensor
 
 from agentmem.errors import InvalidInputError, StaleCacheError
 from agentmem.kv.spec import KVSpec
-from agentmem.tiers.device import Cursor, Workspace
+from agentmem.tiers.device import Workspace
+from agentmem.tiers.runs import Cursor
 
 
 class FedBranch(Protocol):
@@ -34,6 +35,10 @@ class FedBranch(Protocol):
     @property
     def pending(self) -> list[int]:
         """Tokens that the model was not fed yet."""
+        ...
+
+    def count_fed(self, num_tokens: int) -> None:
+        """Note that the model was fed tokens."""
         ...
 
     def fed(self, tokens: Sequence[int]) -> None:
@@ -88,6 +93,7 @@ class BranchFeed:
         """Make the announced tokens part of the branch."""
         if self._is_again:
             self.restore()
+            self._branch.count_fed(1)
             return
         branch, num_tokens = self._branch, len(self._tokens)
         branch.workspace.commit(branch.cursor, num_tokens)

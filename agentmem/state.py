@@ -20,7 +20,8 @@ from agentmem.operation import Operation
 from agentmem.runtime import Runtime
 from agentmem.stats import Reason, ReuseReport
 from agentmem.tiers.blockstore import Loaded, SealedBlock, Want
-from agentmem.tiers.device import Cursor, Workspace
+from agentmem.tiers.device import Workspace
+from agentmem.tiers.runs import Cursor
 from agentmem.tree.trail import Trail
 
 
@@ -188,7 +189,7 @@ class BranchState:
         self.tokens.extend(tokens[num_known:])
         self.num_computed += len(tokens)
         self.tail = None
-        self._count_fed(len(tokens))
+        self.count_fed(len(tokens))
         self._seal()
 
     def unfeed(self, num_tokens: int) -> None:
@@ -368,12 +369,12 @@ class BranchState:
             )
         feed = BranchFeed(self, is_again=True)
         try:
-            self._count_fed(1)
             return self._runtime.adapter.forward(feed, [self.tokens[-1]], num_logits=1)
         finally:
             feed.close()
 
-    def _count_fed(self, num_tokens: int) -> None:
+    def count_fed(self, num_tokens: int) -> None:
+        """Note that the model was fed tokens through this branch."""
         self.num_fed += num_tokens
         self._runtime.counters.add("tokens_fed", num_tokens)
 

@@ -15,7 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from agentmem.errors import CapacityError, NotFoundError
 from agentmem.kv.spec import KVSpec, LayerGroup, LayerKind, LayerSpec
-from agentmem.tiers.device import GRANULE, KEEP_COPY_TOKENS, Cursor, DeviceTier, Workspace, empty_sections
+from agentmem.tiers.device import GRANULE, KEEP_COPY_TOKENS, DeviceTier, Workspace, empty_sections
+from agentmem.tiers.runs import Cursor
 
 SPEC = KVSpec(
     layers=tuple(

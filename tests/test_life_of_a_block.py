@@ -18,9 +18,10 @@ from agentmem.runtime import Runtime
 from agentmem.state import BranchState
 from agentmem.stats import Counters, Reason
 from agentmem.tiers.blockstore import BlockStore
-from agentmem.tiers.device import Cursor, DeviceTier, Workspace, empty_sections
+from agentmem.tiers.device import DeviceTier, Workspace, empty_sections
 from agentmem.tiers.disk import CHUNK_NBYTES, DiskTier
 from agentmem.tiers.host import HostTier
+from agentmem.tiers.runs import Cursor
 from agentmem.tree.checkpoint import BlockRef
 
 TOKENS = [(5 * index + 2) % 512 for index in range(64)]

@@ -104,6 +104,46 @@ def decode_section(codec_id: int, parts: Sequence[memoryview], out: Tensor) -> N
         decode(parts[band * num_parts : (band + 1) * num_parts], layers)
 
 
+def can_stack(codec_id: int, num_parts: int) -> bool:
+    """Say whether `decode_stack` takes sections of this codec and number of parts: nib, in one band."""
+    return codec_id == CodecId.NIB and num_parts == _NUM_NIB_PARTS
+
+
+def decode_stack(coded: Sequence[Sequence[memoryview]], out: Words) -> None:
+    """Decode the same nib section of n blocks at once into `out` `[n, L, H, T, D]`, contiguous if n is not 1.
+
+    The blocks of a small model are too small for two threads: each numpy call lasts about as long as handing Python's
+    lock to the other thread. Stacked, the calls are n times as long. Source: benchmarks/path.py.
+
+    Raises:
+        CorruptionError: The parts cannot be what `encode_section` made for this shape.
+    """
+    num_blocks, *shape = out.shape
+    num_layers, num_heads, num_tokens, dim = shape
+    groups = (num_layers, num_heads, num_tokens // 4, dim)
+    base = SCRATCH.array("base", (num_blocks, num_layers, num_heads, dim), np.uint16)
+    nibbles = SCRATCH.array("nibbles", (num_blocks, *groups), np.uint16)
+    for number, parts in enumerate(coded):
+        _decompress_into(parts[0], base[number])
+        _decompress_into(parts[1], nibbles[number])
+    lows = _side_by_side([_read(parts[2], (2, *groups), np.dtype(np.uint16)) for parts in coded])
+    rest = np.empty((num_blocks, num_layers, num_heads, num_tokens % 4, dim), np.uint16)
+    for number, parts in enumerate(coded):
+        rest[number] = _read(parts[4], rest.shape[1:], np.dtype(np.uint16))
+    escapes = [
+        _read_escapes(parts[3], number * math.prod(shape), math.prod(shape)) for number, parts in enumerate(coded)
+    ]
+    stacked = NibParts(
+        base=base.reshape(-1, num_heads, dim),
+        nibbles=nibbles.reshape(-1, *groups[1:]),
+        lows=lows.reshape(2, -1, *groups[1:]),
+        escape_index=np.concatenate([index for index, _ in escapes]),
+        escape_value=np.concatenate([values for _, values in escapes]),
+        rest=rest.reshape(num_blocks * num_layers, *rest.shape[2:]),
+    )
+    merge(stacked, out.view(np.uint16).reshape(-1, *shape[1:]))
+
+
 def as_words(section: Tensor) -> Words:
     """View a tensor `[L, H, T, D]` as unsigned integers of the same size, without a copy.
 
@@ -195,40 +235,59 @@ def _encode_nib(words: Words) -> list[Part] | None:
 
 
 def _decode_nib(parts: Sequence[memoryview], out: Words) -> None:
-    num_layers, num_heads, num_tokens, dim = out.shape
-    groups = (num_layers, num_heads, num_tokens // 4, dim)
-    base, nibbles, lows, escapes, rest = parts
-    num_escapes, odd_bytes = divmod(escapes.nbytes, _ESCAPE_NBYTES)
+    decode_stack([parts], out[None])
+
+
+def _side_by_side(lows: Sequence[NDArray[np.uint16]]) -> NDArray[np.uint16]:
+    """Stack arrays `[2, ...]` to `[2, n, ...]`, in scratch; a single one is not copied."""
+    if len(lows) == 1:
+        return lows[0][:, None]
+    stacked = SCRATCH.array("lows", (2, len(lows), *lows[0].shape[1:]), np.uint16)
+    for number, low in enumerate(lows):
+        stacked[:, number] = low  # lets other threads run, which np.stack does not
+    return stacked
+
+
+def _read_escapes(part: memoryview, first: int, num_values: int) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:
+    """Return positions, counted from `first` on, and values of a run of `num_values`."""
+    num_escapes, odd_bytes = divmod(part.nbytes, _ESCAPE_NBYTES)
     if odd_bytes:
-        raise CorruptionError(f"a list of escapes has {escapes.nbytes} bytes")
-    coded = NibParts(
-        base=_read_zstd(base, (num_layers, num_heads, dim)),
-        nibbles=_read_zstd(nibbles, groups),
-        lows=_read(lows, (2, *groups), np.dtype(np.uint16)),
-        escape_index=_read(escapes[: 4 * num_escapes], (num_escapes,), np.dtype(np.uint32)),
-        escape_value=_read(escapes[4 * num_escapes :], (num_escapes,), np.dtype(np.uint16)),
-        rest=_read(rest, (num_layers, num_heads, num_tokens % 4, dim), np.dtype(np.uint16)),
-    )
+        raise CorruptionError(f"a list of escapes has {part.nbytes} bytes")
+    index = _read(part[: 4 * num_escapes], (num_escapes,), np.dtype(np.uint32))
+    if (index >= num_values).any():
+        raise CorruptionError(f"an escape lies outside the run of {num_values} values")
+    return index + np.uint32(first), _read(part[4 * num_escapes :], (num_escapes,), np.dtype(np.uint16))
+
+
+def _decompress_into(part: memoryview, out: NDArray[np.uint16]) -> None:
+    """Decode one zstd frame of exactly the bytes of `out`, contiguous; it cannot write more."""
+    _check_declared(part, out.nbytes)
     try:
-        merge(coded, out)
-    except IndexError as error:
-        raise CorruptionError(str(error)) from error
+        with SCRATCH.decompressor.stream_reader(part, read_size=part.nbytes) as reader:
+            num_bytes = reader.readinto(out.reshape(-1).view(np.uint8).data)
+    except zstandard.ZstdError as error:
+        raise CorruptionError(f"a zstd frame is damaged: {error}") from error
+    if num_bytes != out.nbytes:
+        raise CorruptionError(f"a zstd frame of {out.nbytes} bytes ends after {num_bytes}")
 
 
-def _read_zstd(part: memoryview, shape: tuple[int, ...]) -> NDArray[np.uint16]:
-    return _read(_decompress(part, 2 * math.prod(shape)), shape, np.dtype(np.uint16))
+def _check_declared(part: memoryview, nbytes: int) -> None:
+    """Check a frame's own claim of its size, before anything is allocated for it."""
+    try:
+        declared = zstandard.frame_content_size(part)
+    except zstandard.ZstdError as error:
+        raise CorruptionError(f"a zstd frame is damaged: {error}") from error
+    if declared != nbytes:
+        raise CorruptionError(f"a zstd frame of {nbytes} bytes declares {declared}")
 
 
 def _decompress(part: memoryview, nbytes: int) -> memoryview:
-    """Decode one zstd frame of exactly `nbytes`; the frame's own claim is checked before anything is allocated."""
+    """Decode one zstd frame of exactly `nbytes`."""
+    _check_declared(part, nbytes)
     try:
-        declared = zstandard.frame_content_size(part)
-        if declared != nbytes:
-            raise CorruptionError(f"a zstd frame of {nbytes} bytes declares {declared}")
-        data = SCRATCH.decompressor.decompress(part, allow_extra_data=False)
+        return memoryview(SCRATCH.decompressor.decompress(part, allow_extra_data=False))
     except zstandard.ZstdError as error:
         raise CorruptionError(f"a zstd frame is damaged: {error}") from error
-    return memoryview(data)
 
 
 def _read(part: Part, shape: tuple[int, ...], dtype: np.dtype[W]) -> NDArray[W]:

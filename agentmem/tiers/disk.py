@@ -24,7 +24,7 @@ import xxhash
 from torch import Tensor
 
 from agentmem._lmdb import Environment, Level, ReadTransaction, Table, WriteTransaction
-from agentmem.errors import CorruptionError, InvalidInputError, NotFoundError
+from agentmem.errors import AgentMemError, CorruptionError, InvalidInputError, NotFoundError
 from agentmem.ids import BlockDigest, BlockHash, BlockId, short
 from agentmem.kv import record as record_format
 from agentmem.kv.header import RecordMeta
@@ -137,9 +137,27 @@ class DiskTier:
             SpecMismatchError: `out` has another geometry.
         """
         meta = record_format.unpack(self._join_into_scratch(digest), out)
-        if meta.digest != digest:
-            raise CorruptionError(f"block {digest.hex()}: the store holds block {meta.digest.hex()} in its place")
+        other = _other(digest, meta)
+        if other is not None:
+            raise other
         return meta
+
+    def load_many(self, digests: Sequence[BlockDigest], outs: Sequence[Sequence[Tensor]]) -> list[AgentMemError | None]:
+        """Decode several blocks as `load` does each; return None for each that is good, else why it is not.
+
+        Small blocks are decoded together, in less time.
+        """
+        outcomes: list[AgentMemError | None] = [None] * len(digests)
+        found: list[tuple[int, memoryview]] = []
+        for number, digest in enumerate(digests):
+            try:
+                found.append((number, self._join_into_scratch(digest, number)))
+            except (NotFoundError, CorruptionError) as error:
+                outcomes[number] = error
+        results = record_format.unpack_many([data for _, data in found], [outs[number] for number, _ in found])
+        for (number, _), result in zip(found, results, strict=True):
+            outcomes[number] = result if isinstance(result, AgentMemError) else _other(digests[number], result)
+        return outcomes
 
     def load_record(self, digest: BlockDigest) -> bytes:
         """Return a block's record as it is stored, with its checksum verified but nothing decoded.
@@ -320,16 +338,24 @@ class DiskTier:
             logger.warning("%s", error)
             return None
 
-    def _join_into_scratch(self, digest: BlockDigest) -> memoryview:
-        """Return a block's record in this thread's buffer, valid until the thread's next call."""
+    def _join_into_scratch(self, digest: BlockDigest, place: int = 0) -> memoryview:
+        """Return a block's record in a buffer of this thread, valid until its next call with the same `place`."""
+        buffers: dict[int, bytearray] = self._scratch.__dict__.setdefault("buffers", {})
         with self._environment.read() as txn:
             info = self._require(txn, digest)
-            buffer: bytearray | None = getattr(self._scratch, "buffer", None)
+            buffer = buffers.get(place)
             if buffer is None or len(buffer) < info.stored_nbytes:
-                buffer = self._scratch.buffer = bytearray(1 << (info.stored_nbytes - 1).bit_length())
+                buffer = buffers[place] = bytearray(1 << (info.stored_nbytes - 1).bit_length())
             data = memoryview(buffer)[: info.stored_nbytes]
             _join(txn, digest, info, data)
         return data
+
+
+def _other(digest: BlockDigest, meta: RecordMeta) -> CorruptionError | None:
+    """Say so when a record is another block than the one that was asked for."""
+    if meta.digest == digest:
+        return None
+    return CorruptionError(f"block {digest.hex()}: the store holds block {meta.digest.hex()} in its place")
 
 
 def _chunk_keys(info: BlockInfo) -> list[bytes]:

@@ -77,7 +77,7 @@ def _probe(model: PreTrainedModel) -> DynamicCache:
             output = model(input_ids=token, use_cache=True, **{cache_argument(model): cache})
     except (AttributeError, TypeError) as error:  # it asks its cache for what only a cache of its own has
         raise UnsupportedModelError(
-            f"{_name(model)} does not work on the DynamicCache it is given ({error}); agentmem cannot store its state yet"
+            f"{_name(model)} does not work on the DynamicCache it is given ({error}); its state cannot be stored yet"
         ) from error
     returned: object = getattr(output, "cache", None)
     if returned is None:
