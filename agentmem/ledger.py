@@ -119,7 +119,12 @@ class Ledger:
 
     def cool_all_but(self, kept: Iterable[BranchEntry]) -> None:
         """Let the device forget the checkpoints that none of the branches in `kept` passes through."""
-        names = {c.checkpoint_id for entry in kept if entry.tip is not None for c in self.tree.lineage(entry.tip)}
+        names: set[CheckpointId] = set()
+        for entry in kept:
+            for checkpoint in self.tree.lineage(entry.tip) if entry.tip is not None else ():
+                if checkpoint.checkpoint_id in names:
+                    break
+                names.add(checkpoint.checkpoint_id)
         for checkpoint_id in self._states.keys() - names:
             if self.tree.get(checkpoint_id).has_kv:
                 del self._states[checkpoint_id]  # its record says how to make it again

@@ -98,12 +98,13 @@ def run(options: Options) -> dict[str, object]:
         up += parts_of_the_way_up(sample, segment, repeats)
     finally:
         environment.close()
+    whole = next(row for row in down if "the whole record" in str(row["what"]))
     return {
         "benchmark": "path",
         "what": f"{len(sample.metas)} blocks, {sample.nbytes / MB:.0f} MB of KV",
         "rows": [*down, *up],
         "checks": [
-            check("down on 2 threads, MB/s", down[1]["MB/s"], MIN_ENCODE_MB_PER_S, is_at_least=True),
+            check("block to record, MB/s per core", whole["MB/s per core"], MIN_ENCODE_MB_PER_S, is_at_least=True),
             check("up on 2 threads, MB/s", up[1]["MB/s"], MIN_DECODE_MB_PER_S, is_at_least=True),
         ],
     }

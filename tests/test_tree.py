@@ -224,6 +224,21 @@ def test_render_folds_automatic_checkpoints_where_nothing_happens():
     assert "00000002 [other]" in named
 
 
+def test_render_leaves_out_what_drop_saved_of_a_branch_until_it_is_asked_for():
+    root = checkpoint(number=1, own=10)
+    kept = checkpoint(root, number=2, own=5)
+    dropped = checkpoint(root, number=3, own=7, is_auto=True)
+    asked_for = checkpoint(root, number=4, own=3)
+    tree = SessionTree([root, kept, dropped, asked_for])
+
+    folded = render(tree, title="s", branches=[branch("main", kept)])
+    whole = render(tree, title="s", branches=[branch("main", kept)], fold=False)
+
+    assert "00000003" not in folded
+    assert "○ 00000004" in folded
+    assert "○ 00000003" in whole
+
+
 def test_render_keeps_ten_thousand_checkpoints_in_one_column():
     checkpoints = line(10_000)
 

@@ -48,7 +48,7 @@ class Checkpoint:
         fingerprint: The model that made the KV.
         message: What the user said of it.
         extras: The user's metadata.
-        is_auto: Made by `fork` or `close`, not asked for by the user.
+        is_auto: Made by `fork`, `drop` or `close`, not asked for by the user.
         has_kv: The KV of all fed tokens is named here. False for tokens whose KV is not attached yet.
         created_s: Unix time.
     """

@@ -15,6 +15,10 @@ from agentmem.tree.checkpoint import BlockRef
 CHECKPOINT_ID_NBYTES = 16
 HASH_NBYTES = 32
 
+_PLAIN_ENTRIES = 16
+_PLAIN_LENGTH = 256
+"""Metadata of so few and short entries is copied without packing it: every fork copies its branch's."""
+
 MAX_EXTRAS_NBYTES = 1 << 20
 """Most bytes of msgpack that the user's metadata of one record may take."""
 
@@ -35,6 +39,8 @@ def copy_extras(extras: Mapping[str, object]) -> dict[str, object]:
         InvalidInputError: It holds what msgpack cannot (other than None, bool, int, float, str, bytes, list, dict with
             keys of str), or takes more than `MAX_EXTRAS_NBYTES`.
     """
+    if len(extras) <= _PLAIN_ENTRIES and all(map(_is_plain, extras.keys(), extras.values())):
+        return dict(extras)
     try:
         data = pack_map(dict(extras))
         copy = _unpack(data)
@@ -43,6 +49,21 @@ def copy_extras(extras: Mapping[str, object]) -> dict[str, object]:
     if len(data) > MAX_EXTRAS_NBYTES:
         raise InvalidInputError(f"extras take {len(data):,} bytes; at most {MAX_EXTRAS_NBYTES:,} are stored")
     return copy
+
+
+def _is_plain(key: object, value: object) -> bool:
+    """Say whether an entry is small and cannot be changed in place: a copy of the dict is a deep copy of it."""
+    if not _is_plain_text(key):
+        return False
+    if isinstance(value, bool | float) or value is None:
+        return True
+    if isinstance(value, int):
+        return abs(value) < 1 << 63
+    return _is_plain_text(value) or (isinstance(value, bytes) and len(value) <= _PLAIN_LENGTH)
+
+
+def _is_plain_text(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= _PLAIN_LENGTH and value.isascii()
 
 
 class Fields:

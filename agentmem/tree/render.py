@@ -47,7 +47,8 @@ def render(
         branches: The branches; open tokens are shown as `+n`.
         active: Name of the active branch, marked with *.
         notes: Text to show beside a branch, by its name: tier, score.
-        fold: Leave out checkpoints that `fork` or `close` made, where nothing happens: one child, no branch.
+        fold: Leave out checkpoints that `fork`, `drop` or `close` made where nothing happens: one child and no branch,
+            or the end of a dropped branch.
     """
     records = sorted(branches, key=lambda branch: branch.created_s)
     drawing = _Drawing(tree, records, active, notes or {}, fold=fold)
@@ -97,14 +98,15 @@ class _Drawing:
             if branch.tip is not None and branch.tip in tree:
                 self.at_tip.setdefault(branch.tip, []).append(branch)
         self.reached = self._reached()
+        self.hidden = self._left_over() if fold else set()
         self.sizes = tree.subtree_sizes()
 
     def lines(self) -> Iterator[_Line]:
         """Yield a line for every checkpoint that is shown, parents first."""
-        todo = self._places(self.tree.roots(), 0, "", 0)[::-1]
+        todo = self._places(self._shown(self.tree.roots()), 0, "", 0)[::-1]
         while todo:
             place = todo.pop()
-            children = self.tree.children(place.checkpoint.checkpoint_id)
+            children = self._shown(self.tree.children(place.checkpoint.checkpoint_id))
             if self._is_folded(place.checkpoint, children):
                 todo.append(replace(place, checkpoint=children[0]))
                 continue
@@ -157,6 +159,19 @@ class _Drawing:
     def _is_folded(self, checkpoint: Checkpoint, children: Sequence[Checkpoint]) -> bool:
         named = checkpoint.checkpoint_id in self.at_tip
         return self.fold and checkpoint.is_auto and len(children) == 1 and not named
+
+    def _shown(self, checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
+        return [checkpoint for checkpoint in checkpoints if checkpoint.checkpoint_id not in self.hidden]
+
+    def _left_over(self) -> set[CheckpointId]:
+        """Return the automatic checkpoints that no branch reaches and that lead nowhere: ends of dropped branches."""
+        found: set[CheckpointId] = set()
+        for checkpoint in sorted(self.tree, key=lambda checkpoint: checkpoint.created_s, reverse=True):
+            name = checkpoint.checkpoint_id
+            is_end = all(child.checkpoint_id in found for child in self.tree.children(name))
+            if checkpoint.is_auto and name not in self.reached and is_end:
+                found.add(name)
+        return found
 
     def _reached(self) -> set[CheckpointId]:
         """Return the checkpoints that are a branch's tip or an ancestor of one."""
