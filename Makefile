@@ -15,7 +15,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
 ARGS ?=
 WORKERS ?= 2
 MODEL ?=
-DEMO := $(BIN)/python examples/tree_search.py $(if $(MODEL),--model "$(MODEL)")
+# The default model's weights are unpacked once, with a progress bar of many lines; a model of one's own may be large.
+DEMO := $(if $(MODEL),,TQDM_DISABLE=1) $(BIN)/python examples/tree_search.py $(if $(MODEL),--model "$(MODEL)")
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test check format coverage bench docs ci clean

@@ -111,16 +111,16 @@ def unpack(data: bytes | memoryview, out: Sequence[Tensor]) -> RecordMeta:
 
 
 def unpack_many(
-    datas: Sequence[bytes | memoryview], outs: Sequence[Sequence[Tensor]]
+    records: Sequence[bytes | memoryview], outs: Sequence[Sequence[Tensor]]
 ) -> list[RecordMeta | AgentMemError]:
     """Decode several records as `unpack` does each; return each one's metadata, or why it could not be decoded.
 
     Small blocks of the same shape are decoded together, which takes less time on one thread and scales over threads.
     """
     try:
-        return [*_unpack_stack(datas, outs)]
+        return [*_unpack_stack(records, outs)]
     except AgentMemError:
-        return [_unpack_or_error(data, out) for data, out in zip(datas, outs, strict=True)]
+        return [_unpack_or_error(data, out) for data, out in zip(records, outs, strict=True)]
 
 
 def read_meta(data: bytes | memoryview) -> RecordMeta:
@@ -185,9 +185,9 @@ def _unpack_or_error(data: bytes | memoryview, out: Sequence[Tensor]) -> RecordM
         return error
 
 
-def _unpack_stack(datas: Sequence[bytes | memoryview], outs: Sequence[Sequence[Tensor]]) -> list[RecordMeta]:
+def _unpack_stack(records: Sequence[bytes | memoryview], outs: Sequence[Sequence[Tensor]]) -> list[RecordMeta]:
     """Decode records section by section, all blocks at once; one by one where their sections differ."""
-    opened = [unpack_meta(memoryview(data).cast("B")) for data in datas]
+    opened = [unpack_meta(memoryview(data).cast("B")) for data in records]
     metas = [meta for meta, _ in opened]
     for meta, out in zip(metas, outs, strict=True):
         _check_named(meta, out)
@@ -196,7 +196,7 @@ def _unpack_stack(datas: Sequence[bytes | memoryview], outs: Sequence[Sequence[T
         for meta in metas
     }
     if len(metas) < 2 or len(forms) != 1 or not all(can_stack(codec_id, num) for _, codec_id, num in forms.pop()):
-        return [unpack(data, out) for data, out in zip(datas, outs, strict=True)]
+        return [unpack(data, out) for data, out in zip(records, outs, strict=True)]
     layouts = [payload_layout(meta)[0] for meta in metas]
     for number, section in enumerate(metas[0].sections):
         stage = SCRATCH.array("stack", (len(metas), *section.shape), np.uint16)
