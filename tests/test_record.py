@@ -19,7 +19,7 @@ from agentmem.errors import CorruptionError, FormatVersionError, InvalidInputErr
 from agentmem.ids import BlockHash, Fingerprint
 from agentmem.kv.codec import CodecId, as_words
 from agentmem.kv.hashing import content_digest
-from agentmem.kv.record import Record, pack, read_meta, section_sums, unpack
+from agentmem.kv.record import Record, RecordMeta, pack, read_meta, section_sums, unpack, unpack_many
 
 BLOCK_HASH = BlockHash(b"h" * 32)
 FINGERPRINT = Fingerprint(b"f" * 32)
@@ -399,3 +399,62 @@ def test_codecs_are_chosen_section_by_section() -> None:
     record = make_record([torch.randn(2, 2, 64, 16).bfloat16(), noise.view(torch.bfloat16)])
 
     assert record.codec_ids == (CodecId.NIB, CodecId.RAW)
+
+
+def make_blocks(shapes: list, count: int = 4, dtype: torch.dtype = torch.bfloat16) -> list[list[Tensor]]:
+    """Blocks of different values, each with a few that no base reaches."""
+    generator = torch.Generator().manual_seed(7)
+    blocks = [[torch.randn(shape, generator=generator).to(dtype) for shape in shapes] for _ in range(count)]
+    for number, block in enumerate(blocks):
+        block[0].view(-1)[number * 3] = float("inf")
+        block[1].view(-1)[-1 - number] = 1e-30
+    return blocks
+
+
+def same_bits(found: list[Tensor], wanted: list[Tensor]) -> bool:
+    return all(
+        torch.equal(one.view(torch.int16), other.view(torch.int16)) for one, other in zip(found, wanted, strict=True)
+    )
+
+
+@pytest.mark.parametrize("num_tokens", [16, 64, 67])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_records_decoded_together_are_what_each_is_alone_in_strided_places(num_tokens, count):
+    shapes = [(3, 2, num_tokens, 16), (3, 2, num_tokens, 8)]
+    blocks = make_blocks(shapes, count)
+    records = [make_record(block) for block in blocks]
+    segments = [torch.zeros((3, 2, count * num_tokens, dim), dtype=torch.bfloat16) for dim in (16, 8)]
+    places = [[segment[:, :, n * num_tokens : (n + 1) * num_tokens] for segment in segments] for n in range(count)]
+
+    metas = unpack_many([record.data for record in records], places)
+
+    assert all(isinstance(meta, RecordMeta) for meta in metas)
+    assert [meta.digest for meta in metas] == [record.digest for record in records]
+    assert all(same_bits(place, block) for place, block in zip(places, blocks, strict=True))
+
+
+def test_a_damaged_record_among_several_is_named_and_the_others_are_decoded():
+    blocks = make_blocks(SHAPES)
+    records = [bytearray(make_record(block).data) for block in blocks]
+    records[2][-40] ^= 1
+    places = [empty_like(block) for block in blocks]
+
+    metas = unpack_many(records, places)
+
+    assert isinstance(metas[2], CorruptionError)
+    assert all(same_bits(places[number], blocks[number]) for number in (0, 1, 3))
+
+
+def test_records_of_different_lengths_codecs_and_dtypes_are_decoded_together():
+    blocks = [make_blocks(SHAPES, 1)[0], make_blocks([(3, 2, 9, 16), (3, 2, 9, 8)], 1)[0], make_blocks(SHAPES, 1)[0]]
+    records = [make_record(blocks[0]), make_record(blocks[1]), make_record(blocks[2], codec="raw")]
+    places = [empty_like(block) for block in blocks]
+
+    metas = unpack_many([record.data for record in records], places)
+
+    assert all(isinstance(meta, RecordMeta) for meta in metas)
+    assert all(same_bits(place, block) for place, block in zip(places, blocks, strict=True))
+
+
+def test_no_records_decode_to_nothing():
+    assert unpack_many([], []) == []
