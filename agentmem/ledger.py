@@ -7,7 +7,6 @@ the user's handles.
 import dataclasses
 import logging
 import time
-from array import array
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -117,15 +116,14 @@ class Ledger:
             else:
                 return
 
-    def cool_all_but(self, kept: Iterable[BranchEntry]) -> None:
-        """Let the device forget the checkpoints that none of the branches in `kept` passes through."""
-        names: set[CheckpointId] = set()
-        for entry in kept:
-            for checkpoint in self.tree.lineage(entry.tip) if entry.tip is not None else ():
-                if checkpoint.checkpoint_id in names:
-                    break
-                names.add(checkpoint.checkpoint_id)
-        for checkpoint_id in self._states.keys() - names:
+    def forget_all_but(self, kept: Iterable[BranchEntry]) -> None:
+        """Drop the states of checkpoints that no branch reaches: whoever forks one by its id makes it again."""
+        for checkpoint_id in self._states.keys() - self._passed(kept):
+            del self._states[checkpoint_id]
+
+    def cool_all_but(self, hot: Iterable[BranchEntry]) -> None:
+        """Let the device forget the checkpoints that only cold branches pass through, saving what is not saved yet."""
+        for checkpoint_id in self._states.keys() - self._passed(hot):
             if self.tree.get(checkpoint_id).has_kv:
                 del self._states[checkpoint_id]  # its record says how to make it again
             elif self._states[checkpoint_id].cursor.length:
@@ -254,6 +252,16 @@ class Ledger:
 
     # -- inside
 
+    def _passed(self, entries: Iterable[BranchEntry]) -> set[CheckpointId]:
+        """Return the checkpoints that the branches pass through."""
+        passed: set[CheckpointId] = set()
+        for entry in entries:
+            for checkpoint in self.tree.lineage(entry.tip) if entry.tip is not None else ():
+                if checkpoint.checkpoint_id in passed:
+                    break
+                passed.add(checkpoint.checkpoint_id)
+        return passed
+
     def _build(self, checkpoint: Checkpoint) -> BranchState:
         """Make the state of a stored checkpoint whose parent's state is known."""
         runtime = self._runtime
@@ -381,17 +389,6 @@ class Ledger:
             created_s=entry.created_s,
             updated_s=time.time(),
         )
-
-
-def restore_entry(ledger: Ledger, record: BranchRecord, open_tokens: "array[int]") -> BranchEntry:
-    """Return a stored branch, cold, with the tokens after its tip."""
-    state = ledger.new_state(record.name) if record.tip is None else ledger.state_of(record.tip).fork(record.name)
-    state.tokens.extend(open_tokens)
-    num_fed = len(state.tokens) - record.num_pending
-    if num_fed > state.num_computed and state.loss is Reason.COMPLETE:
-        state.loss = Reason.NOT_SAVED
-    state.lost_stop = max(state.lost_stop, num_fed)
-    return BranchEntry(state, record.tip, dict(record.extras), record.created_s)
 
 
 def _ref(block: SealedBlock) -> BlockRef:

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from torch import Tensor
@@ -12,9 +13,9 @@ from agentmem.adapter import Adapter
 from agentmem.branch import Branch, Generation
 from agentmem.errors import AlreadyExistsError, ClosedError, InvalidInputError, NotFoundError
 from agentmem.ledger import BranchEntry, Ledger
-from agentmem.stats import ReuseReport
+from agentmem.stats import Reason, ReuseReport
 from agentmem.tiers.policy import Candidate
-from agentmem.tree.checkpoint import Checkpoint, check_name
+from agentmem.tree.checkpoint import BranchRecord, Checkpoint, check_name
 from agentmem.tree.fields import copy_extras
 from agentmem.tree.render import render
 
@@ -206,7 +207,8 @@ class Session:
     def drop(self, name: str) -> None:
         """Remove a branch. Its checkpoints can be forked by id until gc's grace has passed.
 
-        Tokens after its tip are given an automatic checkpoint first, so that they can be had back too.
+        Tokens after its tip are given an automatic checkpoint first, so that they can be had back too; their KV is not
+        saved for that.
 
         Raises:
             NotFoundError: The session has no such branch.
@@ -222,7 +224,7 @@ class Session:
             self._last_used.pop(name, None)
             self.ledger.remove_branch(entry)
             entry.state.cool()
-            self.ledger.cool_all_but(self._entries.values())
+            self.ledger.forget_all_but(self._entries.values())
 
     # -- saving
 
@@ -374,3 +376,14 @@ def _first_branch(ledger: Ledger) -> BranchEntry:
     entry = BranchEntry(ledger.new_state(MAIN), None, {}, time.time())
     ledger.write_branch(entry, ledger.move(entry, "create", None, None))
     return entry
+
+
+def restore_entry(ledger: Ledger, record: BranchRecord, open_tokens: "array[int]") -> BranchEntry:
+    """Return a stored branch, cold, with the tokens after its tip."""
+    state = ledger.new_state(record.name) if record.tip is None else ledger.state_of(record.tip).fork(record.name)
+    state.tokens.extend(open_tokens)
+    num_fed = len(state.tokens) - record.num_pending
+    if num_fed > state.num_computed and state.loss is Reason.COMPLETE:
+        state.loss = Reason.NOT_SAVED
+    state.lost_stop = max(state.lost_stop, num_fed)
+    return BranchEntry(state, record.tip, dict(record.extras), record.created_s)

@@ -298,7 +298,7 @@ class BranchState:
 
     def _reuse_pending(self, *, keep: int) -> Loaded:
         """Load blocks of the pending tokens, all but the last `keep`, that somebody else computed already."""
-        loaded = Loaded(reason=Reason.NEW_TOKENS)
+        loaded = Loaded()
         limit = len(self.tokens) - keep
         found = self._match(limit)
         if not found or not self.is_hot:

@@ -14,8 +14,6 @@ class Reason(StrEnum):
 
     COMPLETE = "complete"
     """Everything that had been computed was reused."""
-    NEW_TOKENS = "new-tokens"
-    """The tokens were never computed before."""
     FOREIGN_MODEL = "foreign-model"
     """The KV was computed by another model, adapter, dtype or block size."""
     DAMAGED = "damaged"

@@ -16,9 +16,9 @@ from agentmem.config import Config
 from agentmem.errors import AlreadyExistsError, ClosedError, CorruptionError, NotFoundError
 from agentmem.ids import new_session_id
 from agentmem.kv.hashing import root_hash
-from agentmem.ledger import Ledger, restore_entry
+from agentmem.ledger import Ledger
 from agentmem.runtime import Runtime
-from agentmem.session import MAIN, Session
+from agentmem.session import MAIN, Session, restore_entry
 from agentmem.stats import Counters
 from agentmem.tiers.blockstore import BlockStore
 from agentmem.tiers.device import DeviceTier

@@ -110,3 +110,24 @@ def test_the_last_branch_to_leave_gives_the_workspace_back(llama: Any, store_pat
         session.close()
 
         assert store.stats()["device_nbytes"] == 0
+
+
+def test_a_dropped_branch_keeps_its_tokens_and_costs_no_saving_of_kv(llama: Any, store_path: Path) -> None:
+    config = agentmem.Config(save_in_background=False)
+    with agentmem.open(store_path, model=llama, config=config) as store:
+        session = store.create("search")
+        session.append(_tokens(1, 100))
+        trunk = session.checkpoint("trunk")
+        saved = store.stats()["device_to_disk_nbytes"]
+        session.fork("dead end", at=trunk)
+        session.forward(_tokens(2, 80), branch="dead end")
+        tokens = session.branch("dead end").tokens
+
+        session.drop("dead end")
+
+        left = [checkpoint for checkpoint in session.checkpoints if checkpoint.is_auto]
+        assert store.stats()["device_to_disk_nbytes"] == saved
+        assert session.fork("again", at=left[-1]).tokens == tokens
+        session.forward([9], branch="again")
+        assert session.branch("again").report.reason is agentmem.Reason.NOT_SAVED
+        assert session.branch("again").report.num_reused + session.branch("again").report.num_computed == 181

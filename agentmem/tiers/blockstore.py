@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from agentmem.errors import CorruptionError, NotFoundError, SpecMismatchError
+from agentmem.errors import CorruptionError, NotFoundError, ReadOnlyError, SpecMismatchError, StorageFullError
 from agentmem.ids import BlockDigest, BlockHash, Fingerprint, short
 from agentmem.kv import record as record_format
 from agentmem.kv.spec import KVSpec
@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 LOAD_TASK_NBYTES = 6 << 20
 """KV per task of a parallel load, decoded together: less does not scale over threads (docs/benchmarks.md)."""
+
+_UNAVAILABLE = (NotFoundError, StorageFullError, ReadOnlyError)
+"""Why a block cannot be had although nothing is damaged: it is gone, or it could not be saved for others to load."""
 
 
 class SealedBlock:
@@ -284,7 +287,7 @@ class BlockStore:
         """Load one block: its own bytes, else those of an equivalent block."""
         try:
             return _Outcome(want.block, self._fetch(want.block, want), Reason.COMPLETE)
-        except NotFoundError:
+        except _UNAVAILABLE:
             reason = Reason.MISSING
         except (CorruptionError, SpecMismatchError) as error:
             logger.warning("block %s is damaged and not used: %s", short(want.block.block_hash), error)
@@ -295,7 +298,9 @@ class BlockStore:
         other = SealedBlock(want.block.block_hash, want.block.start, want.block.stop, digest)
         try:
             return _Outcome(other, self._fetch(other, want), reason)
-        except (NotFoundError, CorruptionError, SpecMismatchError):
+        except _UNAVAILABLE:
+            return _Outcome(None, "", reason)
+        except (CorruptionError, SpecMismatchError):
             self._note_damage(other)
             return _Outcome(None, "", reason)
 
