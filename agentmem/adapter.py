@@ -4,6 +4,7 @@ An adapter runs the model; a `Feed` is its side of one branch. Neither names a f
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -11,6 +12,26 @@ from torch import Tensor
 
 from agentmem.ids import Fingerprint
 from agentmem.kv.spec import KVSpec
+from agentmem.tree.marks import Mark, MarkKind, Marks
+
+
+@dataclass(slots=True, kw_only=True)
+class Pass:
+    """One forward pass over a branch: where its KV goes, and what comes before it.
+
+    Attributes:
+        layers: Keys and values of each stored layer, groups in order: `[1, H, capacity, D]`, slot i for token i. The
+            pass writes the slots [position + num_kept, position + number of tokens).
+        num_kept: Leading tokens of the pass whose KV is in place: it is read, and not written again.
+        states: The layer states before the pass, one tensor per entry of `KVSpec.states`: copies that the model may
+            overwrite. None before the first token.
+        root: KV of the encoder's output, keys and values of each layer; None when the encoder has not run.
+    """
+
+    layers: list[tuple[Tensor, Tensor]]
+    num_kept: int = 0
+    states: list[Tensor] | None = None
+    root: list[Tensor] | None = None
 
 
 class Feed(Protocol):
@@ -26,12 +47,25 @@ class Feed(Protocol):
         """Tokens that the model sees as cached: the position of the next token to be fed."""
         ...
 
-    def begin(self, tokens: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """Announce a forward pass over `tokens`, at `position`.
+    @property
+    def marks(self) -> Marks:
+        """What the branch's KV depends on beside its tokens, as far as the branch's tokens reach."""
+        ...
 
-        Returns:
-            Keys and values of each stored layer, groups in order: `[1, H, capacity, D]`, slot i for token i. The pass
-            writes the slots [position, position + len(tokens)). Valid until the next `begin`.
+    def tokens(self, stop: int) -> list[int]:
+        """Return the branch's first `stop` token ids."""
+        ...
+
+    def inputs(self, mark: Mark) -> dict[str, object]:
+        """Return the model inputs behind a MEDIA or ENCODER mark, tensors on the CPU.
+
+        Raises:
+            NotFoundError: They are in no tier any more; append them again.
+        """
+        ...
+
+    def begin(self, tokens: Sequence[int]) -> Pass:
+        """Announce a forward pass over `tokens`, at `position`. What is returned is valid until the next `begin`.
 
         Raises:
             StaleCacheError: The branch moved on since the cache was made, or the cache was given back.
@@ -40,8 +74,17 @@ class Feed(Protocol):
         """
         ...
 
-    def commit(self) -> None:
-        """Make the tokens of the last `begin` part of the branch: every layer has written."""
+    def keep_root(self, root: list[Tensor]) -> None:
+        """Keep the KV of the encoder's output, computed in the running pass, for all that share its inputs."""
+        ...
+
+    def commit(self, states: Sequence[Tensor] = ()) -> None:
+        """Make the tokens of the last `begin` part of the branch: every layer has written.
+
+        Args:
+            states: The layer states after the pass, one per entry of `KVSpec.states`. The branch keeps the tensors:
+                nobody may write to them afterwards.
+        """
         ...
 
     def crop(self, num_tokens: int) -> None:
@@ -99,6 +142,14 @@ class Adapter(Protocol):
 
         Raises:
             InvalidInputError: Names the first bad id.
+        """
+        ...
+
+    def media_spans(self, tokens: Sequence[int], inputs: Mapping[str, object]) -> list[tuple[MarkKind, int, int]]:
+        """Return which of `tokens` stand for `inputs`: kind, start and stop of each span, counted from the first token.
+
+        Raises:
+            InvalidInputError: The model takes no such input, or the tokens have no placeholder for it.
         """
         ...
 

@@ -5,12 +5,10 @@ import logging
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
-
-from torch import Tensor
+from collections.abc import Callable, Iterable, Iterator
 
 from agentmem.adapter import Adapter
-from agentmem.branch import Branch, Generation
+from agentmem.branch import Branch
 from agentmem.errors import AlreadyExistsError, ClosedError, InvalidInputError, NotFoundError
 from agentmem.ledger import BranchEntry, Ledger
 from agentmem.stats import Reason, ReuseReport
@@ -18,6 +16,7 @@ from agentmem.tiers.policy import Candidate
 from agentmem.tree.checkpoint import BranchRecord, Checkpoint, check_name
 from agentmem.tree.fields import copy_extras
 from agentmem.tree.render import render
+from agentmem.verbs import Verbs
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +24,7 @@ MAIN = "main"
 """The name of a new session's first branch."""
 
 
-class Session:
+class Session(Verbs):
     """All branches of one agent's work. Verbs act on the active branch, or on `branch=`.
 
     One thread at a time works on a session: others wait. Several sessions may be used from several threads.
@@ -126,36 +125,6 @@ class Session:
         records = [self.ledger.branch_record(entry) for entry in self._entries.values()]
         notes = {entry.name: self._note(entry) for entry in self._entries.values()}
         return render(self.ledger.tree, title=self.name, branches=records, active=self._active, notes=notes)
-
-    # -- verbs of the active branch, or of `branch=`
-
-    def append(self, content: str | Iterable[int], *, branch: str | None = None) -> None:
-        """Add text or token ids at the end of a branch (see `Branch.append`)."""
-        self._chosen(branch).append(content)
-
-    def forward(self, tokens: Iterable[int] = (), *, branch: str | None = None) -> Tensor:
-        """Feed tokens; return the logits `[T, V]` of each (see `Branch.forward`)."""
-        return self._chosen(branch).forward(tokens)
-
-    def generate(self, *, branch: str | None = None, **options: object) -> Generation:
-        """Continue a branch with the model's generation (see `Branch.generate`)."""
-        return self._chosen(branch).generate(**options)
-
-    def checkpoint(
-        self, message: str = "", *, extras: Mapping[str, object] | None = None, branch: str | None = None
-    ) -> Checkpoint:
-        """Make an immutable, durable point of a branch (see `Branch.checkpoint`)."""
-        return self._chosen(branch).checkpoint(message, extras=extras)
-
-    def rewind(
-        self, to: Checkpoint | str | None = None, *, tokens: int | None = None, branch: str | None = None
-    ) -> None:
-        """Move a branch back (see `Branch.rewind`)."""
-        self._chosen(branch).rewind(to, tokens=tokens)
-
-    def cache(self, *, branch: str | None = None) -> contextlib.AbstractContextManager[object]:
-        """Give a transformers `Cache` at a branch's tip (see `Branch.cache`)."""
-        return self._chosen(branch).cache()
 
     # -- verbs of the tree
 
@@ -321,7 +290,8 @@ class Session:
             raise NotFoundError(f"session {self.name!r} has no branch {name!r}; it has {', '.join(self.branches)}")
         return entry
 
-    def _chosen(self, name: str | None) -> Branch:
+    def chosen(self, name: str | None) -> Branch:
+        """Return the branch called `name`; the active one for None."""
         return self.branch(self._active if name is None else name)
 
     def _make_hot(self, entry: BranchEntry, operation: str) -> None:

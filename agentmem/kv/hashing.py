@@ -47,12 +47,27 @@ def root_hash(fingerprint: Fingerprint, salt: bytes) -> BlockHash:
     return BlockHash(hash_fields(_BLOCK_TAG, (b"root", fingerprint, salt)))
 
 
-def chain_hash(parent: BlockHash, tokens: Sequence[int]) -> BlockHash:
+def chain_hash(parent: BlockHash, tokens: Sequence[int], marks: Sequence[bytes] = ()) -> BlockHash:
     """Return the token name of a block: of its own tokens and, through `parent`, of all tokens before them.
+
+    Args:
+        parent: The name of the block before it.
+        tokens: Its token ids.
+        marks: What its KV depends on beside tokens: each mark's bytes, relative to the block's start, in order.
 
     Source: vLLM's and SGLang's chained block hashes, with full 32-byte digests.
     """
-    return BlockHash(hash_fields(_BLOCK_TAG, (b"next", parent, pack_tokens(tokens))))
+    return BlockHash(hash_fields(_BLOCK_TAG, (b"next", parent, pack_tokens(tokens), *marks)))
+
+
+def state_hash(parent: BlockHash, tokens: Sequence[int], marks: Sequence[bytes] = ()) -> BlockHash:
+    """Return the name of the layer states after `tokens`, which follow the block `parent` (see `chain_hash`)."""
+    return BlockHash(hash_fields(_BLOCK_TAG, (b"state", parent, pack_tokens(tokens), *marks)))
+
+
+def root_state_hash(root: BlockHash, marks: Sequence[bytes]) -> BlockHash:
+    """Return the name of what belongs to the root: KV of an encoder's output, named by the encoder's inputs."""
+    return BlockHash(hash_fields(_BLOCK_TAG, (b"encoded", root, *marks)))
 
 
 def content_digest(block_hash: BlockHash, section_sums: Sequence[bytes]) -> BlockDigest:
