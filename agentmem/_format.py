@@ -10,8 +10,14 @@ from dataclasses import dataclass
 
 from agentmem.errors import CorruptionError, FormatVersionError, InvalidInputError
 
-FORMAT_VERSION = 1
-"""Version that this code writes; rises whenever a byte on disk changes its meaning."""
+FORMAT_VERSION = 2
+"""Version that this code writes; rises whenever a byte on disk changes its meaning.
+
+1: checkpoints without marks and with bare digests of layer states. 2: marks, layer states with positions, regimes.
+"""
+
+OLDEST_READABLE = 2
+"""Lowest version that this code reads."""
 
 FORMAT_KEY = b"format"
 """Key of the record in the table `meta`."""
@@ -76,7 +82,7 @@ class StoreFormat:
         Raises:
             InvalidInputError: The record is not agentmem's.
             CorruptionError: It is too short.
-            FormatVersionError: It needs newer code.
+            FormatVersionError: It needs newer code, or older.
         """
         if data[:8] != _MAGIC:
             raise InvalidInputError(f"{place} is no agentmem store: its format record starts with {data[:8]!r}")
@@ -87,6 +93,11 @@ class StoreFormat:
             raise FormatVersionError(
                 f"{place} has format {version} (readable from {min_reader}, features {incompat:#x}); "
                 f"this agentmem reads up to {FORMAT_VERSION}: install a newer one"
+            )
+        if version < OLDEST_READABLE:
+            raise FormatVersionError(
+                f"{place} has format {version}; this agentmem reads {OLDEST_READABLE} to {FORMAT_VERSION}: use the "
+                f"agentmem that made it"
             )
         return cls(
             version=version, min_reader=min_reader, compat=compat, incompat=incompat, uuid=uuid, created_s=created_s

@@ -52,6 +52,11 @@ class Feed(Protocol):
         """What the branch's KV depends on beside its tokens, as far as the branch's tokens reach."""
         ...
 
+    @property
+    def regime(self) -> bytes:
+        """The rotary regime that the branch's KV is in (see `Adapter.regime`)."""
+        ...
+
     def tokens(self, stop: int) -> list[int]:
         """Return the branch's first `stop` token ids."""
         ...
@@ -145,12 +150,25 @@ class Adapter(Protocol):
         """
         ...
 
-    def media_spans(self, tokens: Sequence[int], inputs: Mapping[str, object]) -> list[tuple[MarkKind, int, int]]:
-        """Return which of `tokens` stand for `inputs`: kind, start and stop of each span, counted from the first token.
+    def regime(self, num_tokens: int) -> bytes:
+        """Name the rotary regime that KV of `num_tokens` tokens is in; b"" for models whose KV depends on no length."""
+        ...
+
+    def media_spans(
+        self, tokens: Sequence[int], inputs: Mapping[str, object], position: int
+    ) -> list[tuple[MarkKind, int, int]]:
+        """Return which of `tokens`, which begin at `position`, stand for `inputs`.
+
+        Returns:
+            Kind, start and stop of each span, counted from the first of `tokens`; an encoder's is (ENCODER, 0, 0).
 
         Raises:
-            InvalidInputError: The model takes no such input, or the tokens have no placeholder for it.
+            InvalidInputError: The model takes no such input there, or the tokens have no placeholder for it.
         """
+        ...
+
+    def media_digest(self, inputs: Mapping[str, object]) -> bytes:
+        """Return 32 bytes that name the inputs by content: names, dtypes, shapes, bytes and plain values."""
         ...
 
     def forward(self, feed: Feed, tokens: Sequence[int], *, num_logits: int) -> Tensor:

@@ -16,6 +16,7 @@ from agentmem.operation import Operation
 from agentmem.stats import ReuseReport
 from agentmem.tree.checkpoint import Checkpoint
 from agentmem.tree.fields import copy_extras
+from agentmem.tree.marks import media_start
 
 Guard = contextlib.AbstractContextManager[None]
 
@@ -113,15 +114,25 @@ class Branch:
         """The branch's text, for people; "" without a tokenizer. Ids are the truth: text is never fed."""
         return self._owner.adapter.decode(self.tokens)
 
-    def append(self, content: str | Iterable[int]) -> None:
+    def append(self, content: str | Iterable[int], **model_inputs: object) -> None:
         """Add text or token ids at the end. Costs no computation: the model is fed when logits or a checkpoint need it.
 
+        Args:
+            content: Text or ids; among them the placeholders of images, audio and the like.
+            **model_inputs: What the model takes for the placeholders, by its own keywords (pixel_values,
+                image_grid_thw, input_features ...), as its processor makes them for one sequence. They are stored with
+                the tokens and are part of their identity. For an encoder-decoder model: the encoder's inputs, with the
+                first tokens of an empty branch.
+
         Raises:
-            InvalidInputError: An id is not in the vocabulary, or there is no tokenizer for text.
+            InvalidInputError: An id is not in the vocabulary, there is no tokenizer for text, or the model takes no
+                such inputs there. Nothing was appended.
         """
         with self._owner.using(self._entry):
+            state = self._entry.state
             tokens = self._read(content)
-            self._entry.state.tokens.extend(tokens)
+            state.add_message_border()
+            state.append(tokens, model_inputs)
             self._write()
 
     def forward(self, tokens: Iterable[int] = ()) -> Tensor:
@@ -208,7 +219,8 @@ class Branch:
     def rewind(self, to: Checkpoint | str | None = None, *, tokens: int | None = None) -> None:
         """Move the branch back, to one of its checkpoints or by a number of tokens. Costs microseconds.
 
-        Checkpoints stay where they are: what is cut off can be reached from them.
+        Checkpoints stay where they are: what is cut off can be reached from them. Media are taken off whole: a rewind
+        into the tokens of an image ends before it.
 
         Args:
             to: A checkpoint that the branch passes through: the record, a prefix of its id.
@@ -237,7 +249,7 @@ class Branch:
                 raise InvalidInputError(
                     f"branch {self.name!r} has {self.num_tokens:,} tokens; {tokens:,} cannot be taken off"
                 )
-            return self.num_tokens - tokens
+            return media_start(self._entry.state.marks, self.num_tokens - tokens)
         checkpoint = self._owner.resolve(to if to is not None else "")
         if not self._passes_through(checkpoint.checkpoint_id):
             raise InvalidInputError(

@@ -8,19 +8,29 @@ from typing import Protocol
 
 from torch import Tensor
 
+from agentmem.adapter import Pass
 from agentmem.errors import InvalidInputError, StaleCacheError
 from agentmem.kv.spec import KVSpec
 from agentmem.tiers.device import Workspace
 from agentmem.tiers.runs import Cursor
+from agentmem.tiers.states import LayerState
+from agentmem.tree.marks import Mark, Marks
+from agentmem.tree.trail import Trail
 
 
 class FedBranch(Protocol):
     """What a feed needs of its branch."""
 
     name: str
+    tokens: Trail[int]
+    marks: Marks
+    regime: bytes
     cursor: Cursor
+    num_kv: int
     num_computed: int
     num_rewinds: int
+    live: LayerState | None
+    root: LayerState | None
 
     @property
     def spec(self) -> KVSpec:
@@ -37,12 +47,24 @@ class FedBranch(Protocol):
         """Tokens that the model was not fed yet."""
         ...
 
+    def inputs(self, mark: Mark) -> dict[str, object]:
+        """Return the model inputs behind a mark."""
+        ...
+
+    def tensors(self, state: LayerState) -> list[Tensor]:
+        """Return a layer state's tensors on the device; nobody may write to them."""
+        ...
+
+    def keep_root(self, root: Sequence[Tensor]) -> None:
+        """Keep the KV of the encoder's output."""
+        ...
+
     def count_fed(self, num_tokens: int) -> None:
         """Note that the model was fed tokens."""
         ...
 
-    def fed(self, tokens: Sequence[int]) -> None:
-        """Note that the model was fed `tokens` and their KV is at the cursor's end."""
+    def fed(self, tokens: Sequence[int], states: Sequence[Tensor]) -> None:
+        """Note that the model was fed `tokens`, that their KV is at the cursor's end, and what states it left."""
         ...
 
     def unfeed(self, num_tokens: int) -> None:
@@ -53,8 +75,7 @@ class FedBranch(Protocol):
 class BranchFeed:
     """A `Feed` over a branch, good until the branch moves by other hands.
 
-    With `is_again` the first pass feeds the branch's last token once more, for its logits: its KV is put back
-    afterwards, so that stored bytes never change.
+    With `is_again` the first pass feeds the branch's last token once more, for its logits. Its KV stays as it is.
     """
 
     def __init__(self, branch: FedBranch, *, is_again: bool = False) -> None:
@@ -65,7 +86,7 @@ class BranchFeed:
         self._expected = branch.num_computed
         self._num_rewinds = branch.num_rewinds
         self._tokens: list[int] = []
-        self._saved: list[Tensor] = []
+        self._num_new = 0
 
     @property
     def spec(self) -> KVSpec:
@@ -77,28 +98,54 @@ class BranchFeed:
         """Tokens that the model sees as cached."""
         return self._expected - 1 if self._is_again else self._expected
 
-    def begin(self, tokens: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    @property
+    def marks(self) -> Marks:
+        """What the branch's KV depends on beside its tokens."""
+        return self._branch.marks
+
+    @property
+    def regime(self) -> bytes:
+        """The rotary regime that the branch's KV is in."""
+        return self._branch.regime
+
+    def tokens(self, stop: int) -> list[int]:
+        """Return the branch's first `stop` token ids."""
+        return self._branch.tokens.slice(0, stop)
+
+    def inputs(self, mark: Mark) -> dict[str, object]:
+        """Return the model inputs behind a mark (see `agentmem.adapter.Feed.inputs`)."""
+        return self._branch.inputs(mark)
+
+    def begin(self, tokens: Sequence[int]) -> Pass:
         """Announce a forward pass (see `agentmem.adapter.Feed.begin`)."""
         self._check(tokens)
         branch, workspace = self._branch, self._branch.workspace
-        workspace.begin(branch.cursor, len(tokens))
-        if self._is_again:
-            saved = [slot.clone() for slot in workspace.slots(self.position, self.position + 1)]
-            workspace.lock.acquire()  # no other thread may save the slot while it is overwritten
-            self._saved = saved
+        num_kept = min(max(branch.num_kv - self.position, 0), len(tokens))
+        self._num_new = len(tokens) - num_kept
+        workspace.begin(branch.cursor, self._num_new)
         self._tokens = list(tokens)
-        return workspace.layers
+        return Pass(
+            layers=workspace.layers,
+            num_kept=num_kept,
+            states=self._states(),
+            root=None if branch.root is None else branch.tensors(branch.root),
+        )
 
-    def commit(self) -> None:
+    def keep_root(self, root: list[Tensor]) -> None:
+        """Keep the KV of the encoder's output (see `agentmem.adapter.Feed.keep_root`)."""
+        self._branch.keep_root(root)
+
+    def commit(self, states: Sequence[Tensor] = ()) -> None:
         """Make the announced tokens part of the branch."""
         if self._is_again:
-            self.restore()
+            self._is_again = False
             self._branch.count_fed(1)
             return
-        branch, num_tokens = self._branch, len(self._tokens)
-        branch.workspace.commit(branch.cursor, num_tokens)
-        branch.fed(self._tokens)
-        self._expected += num_tokens
+        branch = self._branch
+        if self._num_new:
+            branch.workspace.commit(branch.cursor, self._num_new)
+        branch.fed(self._tokens, states)
+        self._expected += len(self._tokens)
 
     def crop(self, num_tokens: int) -> None:
         """Take the last tokens back, as deferred stop checks and speculative loops do."""
@@ -111,20 +158,14 @@ class BranchFeed:
             self._branch.unfeed(num_tokens)
             self._expected, self._num_rewinds = self._branch.num_computed, self._branch.num_rewinds
 
-    def restore(self) -> None:
-        """Put back the KV of a token that was fed again, after its pass or in its stead."""
-        if self._is_again and self._saved:
-            slots = self._branch.workspace.slots(self.position, self.position + 1)
-            for saved, slot in zip(self._saved, slots, strict=True):
-                slot.copy_(saved)
-            self._is_again = False
-            self._saved = []
-            self._branch.workspace.lock.release()
-
     def close(self) -> None:
         """Refuse any further use."""
-        self.restore()
         self._is_open = False
+
+    def _states(self) -> list[Tensor] | None:
+        """Return copies of the layer states that the pass goes on from: the model updates them in place."""
+        live = self._branch.live
+        return None if live is None else [tensor.clone() for tensor in self._branch.tensors(live)]
 
     def _check_current(self) -> None:
         name, computed = self._branch.name, self._branch.num_computed

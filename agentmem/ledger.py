@@ -20,9 +20,11 @@ from agentmem.state import BranchState
 from agentmem.stats import Reason
 from agentmem.tiers.blockstore import SealedBlock
 from agentmem.tiers.device import Workspace
+from agentmem.tiers.states import LayerState
 from agentmem.tree.catalog import Catalog
-from agentmem.tree.checkpoint import BlockRef, BranchRecord, Checkpoint, Move, SessionRecord
+from agentmem.tree.checkpoint import BlockRef, BranchRecord, Checkpoint, Move, SessionRecord, StateRef
 from agentmem.tree.fields import copy_extras
+from agentmem.tree.marks import marks_between
 from agentmem.tree.tree import SessionTree
 
 logger = logging.getLogger(__name__)
@@ -108,10 +110,10 @@ class Ledger:
             state = self._states.get(checkpoint.checkpoint_id)
             if state is None:
                 continue
-            if state.num_computed < min(len(state.tokens), entry.state.num_computed):
+            if state.num_computed < entry.state.reach(checkpoint.num_tokens):
                 self._states[checkpoint.checkpoint_id] = state = entry.state.fork(state.name)
                 state.truncate(checkpoint.num_tokens)
-            elif state.cursor.length < state.num_computed:
+            elif state.cursor.length < state.num_kv:
                 state.adopt_cursor(entry.state)
             else:
                 return
@@ -131,9 +133,8 @@ class Ledger:
                 self._states[checkpoint_id].cool()
 
     def save_kv(self, state: BranchState) -> None:
-        """Hand all of a state's KV to the disk's writer, its tail included."""
-        state.save_tail()
-        self._runtime.blocks.save(state.saved_blocks())
+        """Hand all of a state's KV and layer states to the disk's writer, its tail included."""
+        state.save()
 
     def demote(self, state: BranchState, first: int) -> None:
         """Save a state's KV and let the device forget it; blocks from `first` on stay in the host tier, if they fit."""
@@ -190,7 +191,8 @@ class Ledger:
             num_tokens=len(state.tokens),
             tokens=pack_tokens(state.tokens.slice(parent_length)),
             num_pending=state.num_pending,
-            fingerprint=self._runtime.adapter.fingerprint,
+            marks=marks_between(state.marks, parent_length, len(state.tokens)),
+            fingerprint=self._runtime.identity.fingerprint,
             is_auto=True,
             has_kv=False,
             created_s=time.time(),
@@ -219,7 +221,8 @@ class Ledger:
             parent_id=entry.tip,
             num_tokens=len(state.tokens),
             tokens=pack_tokens(state.tokens.slice(self.tip_length(entry))),
-            fingerprint=self._runtime.adapter.fingerprint,
+            marks=marks_between(state.marks, self.tip_length(entry), len(state.tokens)),
+            fingerprint=self._runtime.identity.fingerprint,
             message=message,
             extras=extras,
             is_auto=is_auto,
@@ -231,6 +234,7 @@ class Ledger:
         for record in records:
             self.tree.add(record)
         self._enter(checkpoint, entry)
+        state.cool_points()
         return checkpoint
 
     def attach_kv(self, entry: BranchEntry) -> None:
@@ -267,15 +271,15 @@ class Ledger:
         runtime = self._runtime
         parent = None if checkpoint.parent_id is None else self._states[checkpoint.parent_id]
         state = self.new_state(checkpoint.message) if parent is None else parent.fork(checkpoint.message)
-        state.tokens.extend(unpack_tokens(checkpoint.tokens))
+        state.extend(unpack_tokens(checkpoint.tokens), checkpoint.marks)
         num_fed = checkpoint.num_tokens - checkpoint.num_pending
         state.lost_stop = max(state.lost_stop, num_fed)
-        if checkpoint.fingerprint != runtime.adapter.fingerprint:
-            state.loss = Reason.FOREIGN_MODEL
+        if checkpoint.fingerprint != runtime.identity.fingerprint:
+            state.lack(Reason.FOREIGN_MODEL)
         elif not checkpoint.has_kv:
-            state.loss = Reason.NOT_SAVED
+            state.lack(Reason.NOT_SAVED)
         elif checkpoint.first_block > len(state.blocks):
-            state.loss = Reason.MISSING
+            state.lack(Reason.MISSING)
         else:
             self._name_blocks(state, checkpoint)
         return state
@@ -283,6 +287,7 @@ class Ledger:
     def _name_blocks(self, state: BranchState, checkpoint: Checkpoint) -> None:
         size, blocks = self._runtime.adapter.spec.block_size, self._runtime.blocks
         first = checkpoint.first_block
+        state.regime = checkpoint.regime
         if first < len(state.blocks):
             state.truncate_kv(first * size)
         state.blocks.extend(
@@ -292,14 +297,16 @@ class Ledger:
         start, num_fed = len(state.blocks) * size, checkpoint.num_tokens - checkpoint.num_pending
         tail = checkpoint.tail
         state.tail = None if tail is None else blocks.known(tail.block_hash, start, num_fed, tail.digest)
-        state.num_computed = num_fed if tail is not None else min(start, num_fed)
-        state.loss = Reason.COMPLETE
+        state.know(
+            num_fed if tail is not None else min(start, num_fed),
+            [LayerState(ref.position, digests=ref.digests) for ref in checkpoint.states],
+        )
 
     def _without_kv(self, tip: CheckpointId | None) -> list[Checkpoint]:
         """Return the checkpoints from `tip` up that have no KV yet and could get it, oldest first."""
         found: list[Checkpoint] = []
         for checkpoint in self.tree.lineage(tip) if tip is not None else ():
-            if checkpoint.has_kv or checkpoint.fingerprint != self._runtime.adapter.fingerprint:
+            if checkpoint.has_kv or checkpoint.fingerprint != self._runtime.identity.fingerprint:
                 break
             found.append(checkpoint)
         return found[::-1]
@@ -330,19 +337,24 @@ class Ledger:
         )
         own = state.blocks.slice(first)
         saved.extend([*own, *([] if tail is None else [tail])])
-        num_saved = state.num_computed if tail is not None else len(state.blocks) * state.spec.block_size
+        num_saved = state.num_kv if tail is not None else len(state.blocks) * state.spec.block_size
+        states = [each for each in state.saved_states() if is_own_state(each.position, parent)]
+        for each in states:
+            self._runtime.states.save(each)
         return dataclasses.replace(
             checkpoint,
             first_block=first,
             blocks=tuple(_ref(block) for block in own),
             tail=None if tail is None else _ref(tail),
+            states=tuple(StateRef(each.position, each.digests) for each in states if each.digests is not None),
+            regime=state.regime,
             num_pending=checkpoint.num_tokens - num_saved,
             has_kv=True,
         )
 
     def _num_recorded_blocks(self, checkpoint: Checkpoint) -> int:
         """Return how many leading blocks the checkpoint's record names, through its ancestors, for this model."""
-        is_ours = checkpoint.has_kv and checkpoint.fingerprint == self._runtime.adapter.fingerprint
+        is_ours = checkpoint.has_kv and checkpoint.fingerprint == self._runtime.identity.fingerprint
         return checkpoint.first_block + len(checkpoint.blocks) if is_ours else 0
 
     def _write_durably(
@@ -364,6 +376,8 @@ class Ledger:
             self._environment.submit(operation, level=Level.DURABLE).result()
         except NotFoundError:
             self._runtime.blocks.raise_failures(saved)  # why a block did not reach the disk
+            for state in entry.state.points if entry is not None else ():
+                self._runtime.states.raise_failure(state)
             raise
 
     def _put(self, txn: WriteTransaction, checkpoint: Checkpoint) -> None:
@@ -385,10 +399,16 @@ class Ledger:
             tip=entry.tip,
             num_pending=entry.state.num_pending,
             num_open=len(entry.state.tokens) - self.tip_length(entry),
+            marks=marks_between(entry.state.marks, self.tip_length(entry), len(entry.state.tokens)),
             extras=copy_extras(entry.extras),
             created_s=entry.created_s,
             updated_s=time.time(),
         )
+
+
+def is_own_state(position: int, parent: Checkpoint | None) -> bool:
+    """Say whether a layer state at `position` belongs to a child of `parent` rather than to it or its ancestors."""
+    return parent is None or position > parent.num_tokens - parent.num_pending
 
 
 def _ref(block: SealedBlock) -> BlockRef:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from agentmem.adapter import Adapter
 from agentmem.config import Config
-from agentmem.ids import BlockHash
 from agentmem.stats import Counters
 from agentmem.tiers.blockstore import BlockStore
 from agentmem.tiers.device import DeviceTier
+from agentmem.tiers.identity import Identity
+from agentmem.tiers.media import MediaStore
+from agentmem.tiers.states import StateStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +25,9 @@ class Runtime:
         device: Allocates KV on the model's device.
         counters: What happened so far.
         config: The user's choices.
-        root: The token name of the empty prefix under this model and salt.
+        identity: What every name in the store is derived from: the model, and the tenant.
+        states: Saves and loads layer states.
+        media: Saves and loads the model inputs behind marks.
     """
 
     adapter: Adapter
@@ -31,4 +35,6 @@ class Runtime:
     device: DeviceTier
     counters: Counters
     config: Config
-    root: BlockHash
+    identity: Identity
+    states: StateStore
+    media: MediaStore

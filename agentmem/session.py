@@ -351,7 +351,7 @@ def _first_branch(ledger: Ledger) -> BranchEntry:
 def restore_entry(ledger: Ledger, record: BranchRecord, open_tokens: "array[int]") -> BranchEntry:
     """Return a stored branch, cold, with the tokens after its tip."""
     state = ledger.new_state(record.name) if record.tip is None else ledger.state_of(record.tip).fork(record.name)
-    state.tokens.extend(open_tokens)
+    state.extend(open_tokens, record.marks)
     num_fed = len(state.tokens) - record.num_pending
     if num_fed > state.num_computed and state.loss is Reason.COMPLETE:
         state.loss = Reason.NOT_SAVED

@@ -22,6 +22,10 @@ class Reason(StrEnum):
     """A block is in no tier; the KV from there on is computed from the tokens."""
     NOT_SAVED = "not-saved"
     """The KV had not reached the disk when its process ended; the tokens had."""
+    NO_STATE = "no-state"
+    """The layer state at this point is not kept; the tokens after the nearest earlier one are computed again."""
+    REGIME = "regime"
+    """The branch crossed the length from which the model rotates all its keys in another way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,6 @@ from agentmem.adapter import Adapter
 from agentmem.config import Config
 from agentmem.errors import AlreadyExistsError, ClosedError, CorruptionError, NotFoundError
 from agentmem.ids import new_session_id
-from agentmem.kv.hashing import root_hash
 from agentmem.ledger import Ledger
 from agentmem.runtime import Runtime
 from agentmem.session import MAIN, Session, restore_entry
@@ -24,7 +23,10 @@ from agentmem.tiers.blockstore import BlockStore
 from agentmem.tiers.device import DeviceTier
 from agentmem.tiers.disk import DiskTier
 from agentmem.tiers.host import HostTier
+from agentmem.tiers.identity import Identity
+from agentmem.tiers.media import MediaStore
 from agentmem.tiers.policy import eviction_order
+from agentmem.tiers.states import StateStore
 from agentmem.tree.checkpoint import SessionRecord, check_name
 from agentmem.tree.fields import copy_extras
 from agentmem.tree.tree import SessionTree
@@ -274,12 +276,15 @@ class Store(StoreView):
 
 def _make_runtime(environment: Environment, adapter: Adapter, config: Config) -> Runtime:
     counters = Counters()
-    is_cuda = adapter.device.type == "cuda"
+    identity = Identity(adapter.fingerprint, config.salt)
+    device = DeviceTier(adapter.spec, adapter.device, config.device_budget_nbytes)
+    host = HostTier(config.host_budget_nbytes, is_pinned=adapter.device.type == "cuda")
+    disk = DiskTier(environment)
     blocks = BlockStore(
         spec=adapter.spec,
-        fingerprint=adapter.fingerprint,
-        host=HostTier(config.host_budget_nbytes, is_pinned=is_cuda),
-        disk=DiskTier(environment),
+        identity=identity,
+        host=host,
+        disk=disk,
         codec=config.codec,
         num_threads=config.num_threads,
         is_saving=config.save_in_background,
@@ -288,8 +293,18 @@ def _make_runtime(environment: Environment, adapter: Adapter, config: Config) ->
     return Runtime(
         adapter=adapter,
         blocks=blocks,
-        device=DeviceTier(adapter.spec, adapter.device, config.device_budget_nbytes),
+        device=device,
         counters=counters,
         config=config,
-        root=root_hash(adapter.fingerprint, config.salt),
+        identity=identity,
+        states=StateStore(
+            spec=adapter.spec,
+            identity=identity,
+            device=device,
+            host=host,
+            disk=disk,
+            codec=config.codec,
+            counters=counters,
+        ),
+        media=MediaStore(identity, host, disk),
     )

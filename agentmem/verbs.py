@@ -19,9 +19,9 @@ class Verbs:
         """Return the branch called `name`; the active one for None."""
         raise NotImplementedError
 
-    def append(self, content: str | Iterable[int], *, branch: str | None = None) -> None:
-        """Add text or token ids at the end of a branch (see `Branch.append`)."""
-        self.chosen(branch).append(content)
+    def append(self, content: str | Iterable[int], *, branch: str | None = None, **model_inputs: object) -> None:
+        """Add text or token ids at the end of a branch, with what the model takes for them (see `Branch.append`)."""
+        self.chosen(branch).append(content, **model_inputs)
 
     def forward(self, tokens: Iterable[int] = (), *, branch: str | None = None) -> Tensor:
         """Feed tokens; return the logits `[T, V]` of each (see `Branch.forward`)."""

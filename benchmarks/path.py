@@ -29,6 +29,7 @@ from agentmem.tiers.blockstore import BlockStore, Want
 from agentmem.tiers.device import DeviceTier, empty_sections
 from agentmem.tiers.disk import DiskTier
 from agentmem.tiers.host import HostTier
+from agentmem.tiers.identity import Identity
 
 MAX_BLOCKS = 64
 MIN_ENCODE_MB_PER_S = 600.0
@@ -131,7 +132,11 @@ def way_up(sample: Sample, segment: list[Tensor], num_threads: int, repeats: int
 
     def load() -> None:
         wants = [
-            Want(block=store.known(meta.block_hash, meta.start, meta.start + meta.num_tokens, meta.digest), out=out)
+            Want(
+                block=store.known(meta.block_hash, meta.start, meta.start + meta.num_tokens, meta.digest),
+                out=out,
+                num_tokens=meta.num_tokens,
+            )
             for meta, out in zip(sample.metas, sample.slots(segment), strict=True)
         ]
         if len(store.load(wants).blocks) != len(wants):
@@ -272,7 +277,7 @@ def block_store(sample: Sample, disk: DiskTier, num_threads: int) -> BlockStore:
     """Return the door of the data plane over a disk tier alone."""
     return BlockStore(
         spec=sample.spec,
-        fingerprint=sample.metas[0].fingerprint,
+        identity=Identity(sample.metas[0].fingerprint, b""),
         host=HostTier(0),
         disk=disk,
         codec="lossless",

@@ -18,8 +18,9 @@ from agentmem.errors import AlreadyExistsError, CorruptionError, InvalidInputErr
 from agentmem.ids import BlockDigest, BlockHash, CheckpointId, Fingerprint, SessionId
 from agentmem.tree import nodes, refs, rows, tails
 from agentmem.tree.catalog import Catalog
-from agentmem.tree.checkpoint import BlockRef, BranchRecord, Checkpoint, Move, SessionRecord
+from agentmem.tree.checkpoint import BlockRef, BranchRecord, Checkpoint, Move, SessionRecord, StateRef
 from agentmem.tree.fields import MAX_EXTRAS_NBYTES, copy_extras
+from agentmem.tree.marks import Mark, MarkInput, MarkKind
 from agentmem.tree.rows import ROW_TOKENS
 from agentmem.tree.trail import Trail
 
@@ -139,7 +140,19 @@ def test_a_checkpoint_of_any_size_comes_back_as_it_was_put(environment, catalog,
         own=own,
         blocks=blocks,
         tail=BlockRef(BlockHash(b"t" * 32), BlockDigest(b"u" * 32)),
-        states=(BlockDigest(b"s" * 32),),
+        states=(StateRef(7, (BlockDigest(b"s" * 32), BlockDigest(b"r" * 32))),),
+        marks=(
+            Mark(
+                kind=MarkKind.MEDIA,
+                start=2,
+                stop=5,
+                digest=b"m" * 32,
+                payload=BlockDigest(b"p" * 32),
+                inputs=(MarkInput(name="pixel_values", dtype="float32", shape=(4, 12)),),
+            ),
+            Mark(kind=MarkKind.SPLICE, start=5, stop=9, digest=b"d" * 32, origin=(CheckpointId(b"o" * 16), 11)),
+        ),
+        regime=b"long",
         num_pending=1,
         first_block=3,
         message="plan written",

@@ -21,7 +21,10 @@ from agentmem.tiers.blockstore import BlockStore
 from agentmem.tiers.device import DeviceTier, Workspace, empty_sections
 from agentmem.tiers.disk import CHUNK_NBYTES, DiskTier
 from agentmem.tiers.host import HostTier
+from agentmem.tiers.identity import Identity
+from agentmem.tiers.media import MediaStore
 from agentmem.tiers.runs import Cursor
+from agentmem.tiers.states import StateStore
 from agentmem.tree.checkpoint import BlockRef
 
 TOKENS = [(5 * index + 2) % 512 for index in range(64)]
@@ -39,11 +42,13 @@ def runtime(llama, environment):
     """The parts of an open store, made one by one; the mover is off, so that each step is taken by the test."""
     config = Config(save_in_background=False)
     adapter, counters = TransformersAdapter(llama, None, config), Counters()
+    identity, host, disk = Identity(adapter.fingerprint, b""), HostTier(1 << 20), DiskTier(environment)
+    device = DeviceTier(adapter.spec, adapter.device, None)
     blocks = BlockStore(
         spec=adapter.spec,
-        fingerprint=adapter.fingerprint,
-        host=HostTier(1 << 20),
-        disk=DiskTier(environment),
+        identity=identity,
+        host=host,
+        disk=disk,
         codec="lossless",
         num_threads=2,
         is_saving=False,
@@ -52,10 +57,20 @@ def runtime(llama, environment):
     yield Runtime(
         adapter=adapter,
         blocks=blocks,
-        device=DeviceTier(adapter.spec, adapter.device, None),
+        device=device,
         counters=counters,
         config=config,
-        root=root_hash(adapter.fingerprint, b""),
+        identity=identity,
+        states=StateStore(
+            spec=adapter.spec,
+            identity=identity,
+            device=device,
+            host=host,
+            disk=disk,
+            codec="lossless",
+            counters=counters,
+        ),
+        media=MediaStore(identity, host, disk),
     )
     blocks.close()
     adapter.close()
@@ -113,7 +128,7 @@ def test_3_the_64th_token_seals_a_block_that_is_named_for_its_tokens_and_copies_
     state.forward(TOKENS[63:])
 
     block = state.blocks[0]
-    assert block.block_hash == chain_hash(runtime.root, TOKENS)
+    assert block.block_hash == chain_hash(root_hash(runtime.adapter.fingerprint, b""), TOKENS)
     assert (block.start, block.stop, block.digest) == (0, 64, None)
     assert runtime.device.nbytes == nbytes
     assert runtime.blocks.find(block.block_hash, 0, 64) is block

@@ -42,9 +42,15 @@ def unpack_tokens(data: bytes | memoryview) -> "array[int]":
     return tokens
 
 
-def root_hash(fingerprint: Fingerprint, salt: bytes) -> BlockHash:
-    """Return the name of the empty prefix under one model and one tenant: the parent of every first block."""
-    return BlockHash(hash_fields(_BLOCK_TAG, (b"root", fingerprint, salt)))
+def root_hash(fingerprint: Fingerprint, salt: bytes, regime: bytes = b"") -> BlockHash:
+    """Return the name of the empty prefix under one model and one tenant: the parent of every first block.
+
+    Args:
+        fingerprint: The model.
+        salt: The tenant's.
+        regime: The rotary regime of a model whose KV depends on the length of the sequence; b"" for other models.
+    """
+    return BlockHash(hash_fields(_BLOCK_TAG, (b"root", fingerprint, salt, *([regime] if regime else []))))
 
 
 def chain_hash(parent: BlockHash, tokens: Sequence[int], marks: Sequence[bytes] = ()) -> BlockHash:
@@ -68,6 +74,11 @@ def state_hash(parent: BlockHash, tokens: Sequence[int], marks: Sequence[bytes] 
 def root_state_hash(root: BlockHash, marks: Sequence[bytes]) -> BlockHash:
     """Return the name of what belongs to the root: KV of an encoder's output, named by the encoder's inputs."""
     return BlockHash(hash_fields(_BLOCK_TAG, (b"encoded", root, *marks)))
+
+
+def part_hash(name: BlockHash, part: int) -> BlockHash:
+    """Return the name of one of the records that hold what `name` names."""
+    return BlockHash(hash_fields(_BLOCK_TAG, (b"part", name, part.to_bytes(4, "little"))))
 
 
 def content_digest(block_hash: BlockHash, section_sums: Sequence[bytes]) -> BlockDigest:

@@ -48,14 +48,17 @@ def pack(
     start: int,
     codec: str = "lossless",
     rope: str = "",
+    num_tokens: int | None = None,
 ) -> Record:
     """Code a block's sections, each `[L, H, T, D]` on the CPU with any strides, into a record that owns its bytes.
+
+    A model whose layers all keep layer states only has blocks without sections: `num_tokens` says how long one is.
 
     Raises:
         InvalidInputError: `codec` is unknown, there is nothing to store, or KV is not on the CPU.
         SpecMismatchError: The sections differ in dtype or number of tokens, or cannot be stored.
     """
-    dtype, num_tokens = _common_form(sections)
+    dtype, num_tokens = _common_form(sections) if sections or not num_tokens else ("float32", num_tokens)
     sums = section_sums(sections)
     coded = [encode_section(section, codec) for section in sections]
     meta = RecordMeta(

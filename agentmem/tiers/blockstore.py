@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from agentmem.errors import CorruptionError, NotFoundError, ReadOnlyError, SpecMismatchError, StorageFullError
-from agentmem.ids import BlockDigest, BlockHash, Fingerprint, short
+from agentmem.ids import BlockDigest, BlockHash, short
 from agentmem.kv import record as record_format
 from agentmem.kv.spec import KVSpec
 from agentmem.stats import Counters, Reason
 from agentmem.tiers.device import Workspace, empty_sections
 from agentmem.tiers.disk import DiskTier
 from agentmem.tiers.host import HostTier
+from agentmem.tiers.identity import Identity
 from agentmem.tiers.mover import Job, Mover
 from agentmem.tiers.runs import Cursor
 
@@ -66,18 +67,20 @@ class Want:
 
     Attributes:
         block: The block.
-        out: Where its tokens from `skip` on go: one `[L, H, T, D]` per section, T at most what is left of the block.
+        out: Where its tokens from `skip` on go: one `[L, H, T, D]` per section.
+        num_tokens: Tokens wanted, T; at most what is left of the block.
         skip: Leading tokens of the block that are on the device already.
     """
 
     block: SealedBlock
     out: list[Tensor]
+    num_tokens: int
     skip: int = 0
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens wanted of the block."""
-        return self.out[0].shape[2]
+    def is_on_cpu(self) -> bool:
+        """Whether the tokens go to the CPU's memory."""
+        return all(section.device.type == "cpu" for section in self.out)
 
 
 @dataclass(slots=True)
@@ -113,7 +116,7 @@ class BlockStore:
         self,
         *,
         spec: KVSpec,
-        fingerprint: Fingerprint,
+        identity: Identity,
         host: HostTier,
         disk: DiskTier,
         codec: str,
@@ -125,7 +128,7 @@ class BlockStore:
         self.spec = spec
         self.host = host
         self.disk = disk
-        self._fingerprint = fingerprint
+        self._identity = identity
         self._codec = codec
         self._is_saving = is_saving
         self._counters = counters
@@ -248,9 +251,10 @@ class BlockStore:
         record = record_format.pack(
             sections,
             block_hash=block.block_hash,
-            fingerprint=self._fingerprint,
+            fingerprint=self._identity.fingerprint,
             start=block.start,
             codec=self._codec,
+            num_tokens=block.num_tokens,
         )
         block.digest = record.digest
         block.stored = self.disk.store([record])
@@ -281,7 +285,7 @@ class BlockStore:
         """Say whether a whole block can be decoded from its record on disk into where it is wanted."""
         block = want.block
         is_on_disk = block.digest is not None and block.stored is None and not self.host.contains(block.digest)
-        return is_on_disk and want.num_tokens == block.num_tokens and want.out[0].device.type == "cpu"
+        return is_on_disk and want.num_tokens == block.num_tokens and want.is_on_cpu
 
     def _load_one(self, want: Want) -> _Outcome:
         """Load one block: its own bytes, else those of an equivalent block."""
@@ -309,7 +313,7 @@ class BlockStore:
         self.save([block])
         if block.digest is None:
             raise NotFoundError(f"block {short(block.block_hash)} was never saved")
-        is_direct = want.num_tokens == block.num_tokens and want.out[0].device.type == "cpu"
+        is_direct = want.num_tokens == block.num_tokens and want.is_on_cpu
         sections = want.out if is_direct else empty_sections(self.spec, block.num_tokens)
         tier = self.host.name if self.host.load(block.digest, sections) else self.disk.name
         if tier == self.disk.name:

@@ -308,6 +308,20 @@ class DeviceTier:
                     self._storages.add(storage)
         return storage
 
+    def track(self, tensors: Sequence[Tensor]) -> Storage:
+        """Count tensors that somebody else allocated, for as long as what is returned lives.
+
+        Raises:
+            CapacityError: The budget cannot hold them, even after `make_room`.
+        """
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        self._require(nbytes, 0)
+        storage = Storage([], 0, nbytes)
+        with self._lock:
+            self._reserved_nbytes -= nbytes
+            self._storages.add(storage)
+        return storage
+
     def _take(self, nbytes: int) -> bool:
         """Set bytes aside for an allocation, unless the budget does not have them."""
         with self._lock:
@@ -322,8 +336,9 @@ class DeviceTier:
             return
         self.make_room(self.nbytes + nbytes - (self.budget_nbytes or 0))
         if not self._take(nbytes):
+            what = f"KV for {num_tokens:,} tokens" if num_tokens else "a layer state"
             raise CapacityError(
-                f"KV for {num_tokens:,} tokens needs {nbytes:,} bytes more on the device; {self.nbytes:,} bytes of the "
+                f"{what} needs {nbytes:,} bytes more on the device; {self.nbytes:,} bytes of the "
                 f"budget of {self.budget_nbytes:,} are in use and nothing more can be evicted. Raise "
                 f"Config.device_budget_nbytes, or rewind or drop branches"
             )

@@ -27,6 +27,7 @@ from agentmem._lmdb import Environment, Level, ReadTransaction, Table, WriteTran
 from agentmem.errors import AgentMemError, CorruptionError, InvalidInputError, NotFoundError
 from agentmem.ids import BlockDigest, BlockHash, BlockId, short
 from agentmem.kv import record as record_format
+from agentmem.kv.codec import CodecId
 from agentmem.kv.header import RecordMeta
 from agentmem.kv.record import Record
 from agentmem.tiers.blockindex import BlockIndex, BlockInfo, Totals, read_info
@@ -266,7 +267,7 @@ class DiskTier:
             refs=0,
             raw_nbytes=record.raw_nbytes,
             stored_nbytes=len(record.data),
-            codec=record.codec_ids[0],
+            codec=record.codec_ids[0] if record.codec_ids else CodecId.RAW,
             num_tokens=record.num_tokens,
             last_use_s=int(self._clock()),
             block_hash=record.block_hash,

@@ -72,6 +72,15 @@ class HostTier:
             target.copy_(source, non_blocking=True)
         return True
 
+    def fetch(self, digest: BlockDigest) -> list[Tensor] | None:
+        """Return copies of a block's sections and mark it as just used; None when it is not here."""
+        with self._lock:
+            sections = self._blocks.get(digest)
+            if sections is None:
+                return None
+            self._blocks.move_to_end(digest)
+        return [section.clone() for section in sections]
+
     def remove(self, digest: BlockDigest) -> None:
         """Drop a block; nothing happens when it is not here."""
         with self._lock:

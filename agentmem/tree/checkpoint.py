@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from agentmem.errors import InvalidInputError
 from agentmem.ids import BlockDigest, BlockHash, CheckpointId, Fingerprint, SessionId
+from agentmem.tree.marks import Marks
 
 TOKEN_NBYTES = 4
 """Bytes per stored token id (u32-le)."""
@@ -29,6 +30,19 @@ class BlockRef:
     digest: BlockDigest
 
 
+@dataclass(frozen=True, slots=True)
+class StateRef:
+    """What a checkpoint says of one layer state.
+
+    Attributes:
+        position: Tokens that it has seen; 0 for the KV of an encoder's output, which belongs to the root.
+        digests: Its records, one per dtype.
+    """
+
+    position: int
+    digests: tuple[BlockDigest, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
     """An immutable point of a session. Only attaching KV to a checkpoint without any may replace its record.
@@ -44,7 +58,9 @@ class Checkpoint:
             blocks of the parent are no longer shared.
         blocks: Its own full blocks, in order.
         tail: The partial block after the last full one; None when there is none.
-        states: Layer states (what cannot be cut by token).
+        states: Its own layer states (what cannot be cut by token), by position.
+        marks: What the KV of its own tokens depends on beside them.
+        regime: The rotary regime that the KV is in; b"" for models that have one only.
         fingerprint: The model that made the KV.
         message: What the user said of it.
         extras: The user's metadata.
@@ -62,7 +78,9 @@ class Checkpoint:
     first_block: int = 0
     blocks: tuple[BlockRef, ...] = ()
     tail: BlockRef | None = None
-    states: tuple[BlockDigest, ...] = ()
+    states: tuple[StateRef, ...] = ()
+    marks: Marks = ()
+    regime: bytes = b""
     fingerprint: Fingerprint
     message: str = ""
     extras: Mapping[str, object] = field(default_factory=dict)
@@ -76,11 +94,13 @@ class Checkpoint:
         return len(self.tokens) // TOKEN_NBYTES
 
     def digests(self) -> Iterator[BlockDigest]:
-        """Yield every block this record holds a reference to: full blocks, tail, layer states."""
+        """Yield every record this one holds a reference to: full blocks, tail, layer states, model inputs."""
         yield from (block.digest for block in self.blocks)
         if self.tail is not None:
             yield self.tail.digest
-        yield from self.states
+        for state in self.states:
+            yield from state.digests
+        yield from (mark.payload for mark in self.marks if mark.payload is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +112,7 @@ class BranchRecord:
         tip: The checkpoint it points at; None before the first.
         num_open: Tokens after the tip.
         num_pending: Trailing tokens that the model was not fed; may reach back behind the tip.
+        marks: What the KV of the tokens after the tip depends on beside them.
         extras: The user's metadata.
         created_s: Unix time.
         updated_s: Unix time of the last change.
@@ -101,6 +122,7 @@ class BranchRecord:
     tip: CheckpointId | None
     num_open: int = 0
     num_pending: int = 0
+    marks: Marks = ()
     extras: Mapping[str, object] = field(default_factory=dict)
     created_s: float
     updated_s: float

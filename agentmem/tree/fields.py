@@ -10,7 +10,8 @@ import msgpack
 
 from agentmem.errors import CorruptionError, InvalidInputError
 from agentmem.ids import BlockDigest, BlockHash, CheckpointId
-from agentmem.tree.checkpoint import BlockRef
+from agentmem.tree.checkpoint import BlockRef, StateRef
+from agentmem.tree.marks import Mark, MarkInput, MarkKind, Marks
 
 CHECKPOINT_ID_NBYTES = 16
 HASH_NBYTES = 32
@@ -137,10 +138,21 @@ class Fields:
             return None
         return CheckpointId(self.data(key, CHECKPOINT_ID_NBYTES))
 
-    def digests(self, key: str) -> tuple[BlockDigest, ...]:
-        """Take digests that stand behind one another."""
-        data = self.data(key, multiple_of=HASH_NBYTES)
-        return tuple(BlockDigest(data[at : at + HASH_NBYTES]) for at in range(0, len(data), HASH_NBYTES))
+    def states(self, key: str) -> tuple[StateRef, ...]:
+        """Take references to layer states, each a position and digests that stand behind one another."""
+        value = self._fields.get(key)
+        try:
+            return tuple(_state(entry) for entry in cast("list[object]", value))
+        except (TypeError, ValueError) as error:
+            raise self._wrong(key) from error
+
+    def marks(self, key: str) -> Marks:
+        """Take marks."""
+        value = self._fields.get(key)
+        try:
+            return tuple(_mark(entry) for entry in cast("list[object]", value))
+        except (TypeError, ValueError) as error:
+            raise self._wrong(key) from error
 
     def refs(self, key: str) -> tuple[BlockRef, ...]:
         """Take block references that stand behind one another; nothing counts as none."""
@@ -154,6 +166,66 @@ class Fields:
 
     def _wrong(self, key: str) -> CorruptionError:
         return CorruptionError(f"{self._name} is damaged: field {key!r} is {type(self._fields.get(key)).__name__}")
+
+
+def fields_of_marks(marks: Marks) -> list[object]:
+    """Return marks as msgpack holds them."""
+    return [
+        [
+            mark.kind.value,
+            mark.start,
+            mark.stop,
+            mark.digest,
+            mark.payload,
+            [[each.name, each.dtype, list(each.shape), each.value] for each in mark.inputs],
+            None if mark.origin is None else list(mark.origin),
+        ]
+        for mark in marks
+    ]
+
+
+def _state(entry: object) -> StateRef:
+    position, data = cast("list[object]", entry)
+    if type(position) is not int or type(data) is not bytes or not data or len(data) % HASH_NBYTES:
+        raise ValueError("no reference to a layer state")
+    digests = (BlockDigest(data[at : at + HASH_NBYTES]) for at in range(0, len(data), HASH_NBYTES))
+    return StateRef(position, tuple(digests))
+
+
+def _mark(entry: object) -> Mark:
+    kind, start, stop, digest, payload, inputs, origin = cast("list[object]", entry)
+    if type(start) is not int or type(stop) is not int or not 0 <= start <= stop:
+        raise ValueError("no place of a mark")
+    return Mark(
+        kind=MarkKind(cast("str", kind)),
+        start=start,
+        stop=stop,
+        digest=_name(digest),
+        payload=None if payload is None else BlockDigest(_name(payload)),
+        inputs=tuple(_mark_input(each) for each in cast("list[object]", inputs)),
+        origin=None if origin is None else _origin(origin),
+    )
+
+
+def _mark_input(entry: object) -> MarkInput:
+    name, dtype, shape, value = cast("list[object]", entry)
+    lengths = tuple(cast("list[int]", shape))
+    if not all(type(text) is str for text in (name, dtype, value)) or not all(type(each) is int for each in lengths):
+        raise ValueError("no model input")
+    return MarkInput(name=cast("str", name), dtype=cast("str", dtype), shape=lengths, value=cast("str", value))
+
+
+def _origin(entry: object) -> tuple[CheckpointId, int]:
+    checkpoint_id, position = cast("list[object]", entry)
+    if type(checkpoint_id) is not bytes or len(checkpoint_id) != CHECKPOINT_ID_NBYTES or type(position) is not int:
+        raise ValueError("no origin of a splice")
+    return CheckpointId(checkpoint_id), position
+
+
+def _name(value: object) -> bytes:
+    if type(value) is not bytes or len(value) != HASH_NBYTES:
+        raise ValueError("no name of 32 bytes")
+    return value
 
 
 def _unpack(data: bytes) -> dict[str, object]:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from agentmem.errors import CorruptionError
 from agentmem.ids import CheckpointId, Fingerprint, SessionId
 from agentmem.tree.checkpoint import TOKEN_NBYTES, BranchRecord, Checkpoint, Move, SessionRecord
-from agentmem.tree.fields import CHECKPOINT_ID_NBYTES, HASH_NBYTES, Fields, pack_map
+from agentmem.tree.fields import CHECKPOINT_ID_NBYTES, HASH_NBYTES, Fields, fields_of_marks, pack_map
 
 SESSION_PREFIX = b"i"
 SESSION_NAME_PREFIX = b"n"
@@ -169,6 +169,7 @@ def pack_branch(stored: StoredBranch) -> bytes:
             "tip": record.tip,
             "num_open": record.num_open,
             "num_pending": record.num_pending,
+            "marks": fields_of_marks(record.marks),
             "extras": record.extras,
             "created_s": record.created_s,
             "updated_s": record.updated_s,
@@ -191,6 +192,7 @@ def unpack_branch(key: bytes, value: bytes) -> StoredBranch:
         tip=fields.checkpoint_id("tip"),
         num_open=fields.count("num_open"),
         num_pending=fields.count("num_pending"),
+        marks=fields.marks("marks"),
         extras=fields.mapping("extras"),
         created_s=fields.number("created_s"),
         updated_s=fields.number("updated_s"),
@@ -209,7 +211,9 @@ def pack_checkpoint(checkpoint: Checkpoint) -> list[bytes]:
             "first_block": checkpoint.first_block,
             "blocks": b"".join(ref.block_hash + ref.digest for ref in checkpoint.blocks),
             "tail": None if checkpoint.tail is None else checkpoint.tail.block_hash + checkpoint.tail.digest,
-            "states": b"".join(checkpoint.states),
+            "states": [[state.position, b"".join(state.digests)] for state in checkpoint.states],
+            "marks": fields_of_marks(checkpoint.marks),
+            "regime": checkpoint.regime,
             "fingerprint": checkpoint.fingerprint,
             "message": checkpoint.message,
             "extras": checkpoint.extras,
@@ -249,7 +253,9 @@ def unpack_checkpoint(key: bytes, pieces: Sequence[bytes]) -> Checkpoint:
         first_block=fields.count("first_block"),
         blocks=fields.refs("blocks"),
         tail=tail[0] if tail else None,
-        states=fields.digests("states"),
+        states=fields.states("states"),
+        marks=fields.marks("marks"),
+        regime=fields.data("regime"),
         fingerprint=Fingerprint(fields.data("fingerprint", HASH_NBYTES)),
         message=fields.text("message"),
         extras=fields.mapping("extras"),

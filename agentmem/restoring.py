@@ -1,0 +1,236 @@
+"""Bringing back what a branch had, and finding what others computed of the same tokens.
+
+Nothing here runs the model: what cannot be had becomes pending, and the reason is noted.
+"""
+
+from agentmem.errors import CorruptionError, NotFoundError, ReadOnlyError, SpecMismatchError, StorageFullError
+from agentmem.ids import BlockHash
+from agentmem.prefix import Prefix
+from agentmem.stats import Reason
+from agentmem.tiers.blockstore import Loaded, SealedBlock, Want
+from agentmem.tiers.states import LayerState
+from agentmem.tree.marks import media_start, without_splices
+
+_GONE = (NotFoundError, StorageFullError, ReadOnlyError)
+_DAMAGED = (CorruptionError, SpecMismatchError)
+
+
+class Restoring(Prefix):
+    """A prefix that can be brought onto the device."""
+
+    def restore(self) -> Loaded:
+        """Bring the branch's KV and layer state onto the device: only what is not there already.
+
+        What cannot be had is not computed here: it becomes pending, and `loss` says why.
+        """
+        have = self.cursor.length
+        loaded = Loaded(from_tier={"device": have} if have else {})
+        if have < self.num_kv:
+            loaded = self._load(self._missing(have), self.num_kv - have)
+            if have:
+                loaded.from_tier["device"] = have
+            if self.cursor.length < self.num_kv:
+                self._lose(loaded.reason)
+        self._restore_state(loaded)
+        moved = self._workspace.select(self.cursor)
+        loaded.nbytes += moved * self.spec.token_nbytes
+        _limit(loaded, self.num_computed)
+        return loaded
+
+    def save_tail(self) -> SealedBlock | None:
+        """Seal the tokens after the last full block, if they are on the device; return the partial block."""
+        start = len(self.blocks) * self.spec.block_size
+        is_exact = self.tail is not None and self.tail.stop == self.num_kv
+        if not is_exact and start < self.num_kv <= self.cursor.length:
+            block_hash = self.block_name(start, self.num_kv)
+            self.tail = self._runtime.blocks.seal(self._workspace, self.cursor, start, self.num_kv, block_hash)
+            return self.tail
+        return self.tail if is_exact else None
+
+    def save(self) -> None:
+        """Hand all KV and layer states to the disk's writer, the tail and the state the branch stands at included."""
+        self.save_tail()
+        self._runtime.blocks.save(self.saved_blocks())
+        self.keep_state()
+        for state in self.saved_states():
+            self._runtime.states.save(state)
+
+    def saved_blocks(self) -> list[SealedBlock]:
+        """Return every block of the branch, tail included, as far as there are any."""
+        return [*self.blocks.slice(), *([self.tail] if self.tail is not None else [])]
+
+    def saved_states(self) -> list[LayerState]:
+        """Return every layer state that is kept, the root's included, as far as there are any."""
+        return [*([self.root] if self.root is not None else []), *self.points]
+
+    def reuse_pending(self, *, keep: int) -> Loaded:
+        """Load KV of the pending tokens, all but the last `keep`, that somebody else computed already."""
+        loaded = Loaded()
+        limit = media_start(self.marks, len(self.tokens) - keep)
+        if limit <= self.num_computed or not self.is_hot or self.num_kv > self.num_computed:
+            return loaded
+        found = self._match(limit)
+        state = self._match_state(found, limit) if self.spec.states else None
+        stop = state.position if state is not None else 0 if self.spec.states else found[-1].stop if found else 0
+        start = self.num_computed
+        if stop <= start:
+            return loaded
+        wanted = [(block, max(block.start, start), min(block.stop, stop)) for block in self._covering(found, stop)]
+        loaded = self._load(wanted, stop - start)
+        self._take_reused(loaded, start, stop)
+        if state is not None and self.num_kv == stop:
+            self._take_state(state, loaded)
+        self.num_computed = max(start, self._restart(self.num_kv))
+        _limit(loaded, self.num_computed - start)
+        self._runtime.counters.add("tokens_reused", self.num_computed - start)
+        return loaded
+
+    # -- inside
+
+    def _restore_state(self, loaded: Loaded) -> None:
+        """Bring the layer state that the model goes on from onto the device, or the nearest earlier one."""
+        while self.spec.states and self.num_computed:
+            state = next((each for each in self._states() if each.position == self.num_computed), None)
+            reason = Reason.MISSING if state is None else self._fetch(state)
+            if reason is Reason.COMPLETE:
+                self.live = state
+                break
+            lost = self.num_computed
+            self.points = tuple(point for point in self.points if point is not state)
+            self.live = self.before = None
+            self.num_computed = self._restart(lost - 1)
+            self.loss, self.lost_stop = reason, max(self.lost_stop, lost)
+            loaded.reason = reason
+        if self.root is not None and self._fetch(self.root) is not Reason.COMPLETE:
+            self.root = None  # the encoder runs again
+
+    def _fetch(self, state: LayerState) -> Reason:
+        """Bring a layer state onto the device; say why it cannot be had."""
+        try:
+            self._runtime.states.load(state)
+        except _GONE:
+            return Reason.MISSING
+        except _DAMAGED:
+            self._runtime.states.forget_damaged(state)
+            return Reason.DAMAGED
+        return Reason.COMPLETE
+
+    def _missing(self, have: int) -> list[tuple[SealedBlock, int, int]]:
+        """List what to load after the first `have` tokens: block, and the positions to fill from it."""
+        block_size = self.spec.block_size
+        blocks = self.blocks.slice(have // block_size)
+        if self.tail is not None and self.tail.stop >= self.num_kv > self.tail.start:
+            blocks.append(self.tail)
+        return [(block, max(block.start, have), min(block.stop, self.num_kv)) for block in blocks]
+
+    def _load(self, wanted: list[tuple[SealedBlock, int, int]], num_tokens: int) -> Loaded:
+        """Load blocks right after the cursor and move it over what is good."""
+        first = self._workspace.begin(self.cursor, num_tokens)
+        wants = [
+            Want(block=block, out=self._workspace.slots(start, stop), num_tokens=stop - start, skip=start - block.start)
+            for block, start, stop in wanted
+        ]
+        loaded = self._runtime.blocks.load(wants)
+        if len(loaded.blocks) == len(wanted) and (not wanted or wanted[-1][2] < first + num_tokens):
+            loaded.reason = Reason.MISSING
+        if loaded.blocks:
+            stop = wanted[len(loaded.blocks) - 1][2]
+            self._workspace.commit(self.cursor, stop - first)
+            self._runtime.counters.add("tokens_restored", stop - first)
+            self._adopt_equivalent(loaded.blocks)
+        return loaded
+
+    def _adopt_equivalent(self, loaded: list[SealedBlock]) -> None:
+        """Take equivalent blocks in the place of those that were gone."""
+        for block in loaded:
+            index = block.start // self.spec.block_size
+            if block.num_tokens == self.spec.block_size and index < len(self.blocks):
+                if self.blocks[index] is not block:
+                    later = self.blocks.slice(index + 1)
+                    self.blocks.truncate(index)
+                    self.blocks.extend([block, *later])
+            elif self.tail is not None and self.tail.start == block.start:
+                self.tail = block
+
+    def _lose(self, reason: Reason) -> None:
+        """Accept that KV beyond the cursor is gone: its tokens become pending, and are computed exactly."""
+        lost = self.num_kv - self.cursor.length
+        self.loss, self.lost_stop = reason, max(self.lost_stop, self.num_kv)
+        self.num_kv = self.cursor.length
+        self.blocks.truncate(self.num_kv // self.spec.block_size)
+        self.tail = None
+        self.num_computed = self._restart(min(self.num_computed, self.num_kv))
+        self.points = tuple(point for point in self.points if point.position <= self.num_computed)
+        self.marks = without_splices(self.marks, self.num_kv)
+        self._runtime.counters.add(f"tokens_lost_{reason.value}", lost)
+
+    def _take_reused(self, loaded: Loaded, start: int, stop: int) -> None:
+        """Make the blocks that were loaded part of the branch."""
+        for block in loaded.blocks:
+            self.num_kv = min(block.stop, stop)
+            is_whole = block.start >= start and block.stop <= stop and block.num_tokens == self.spec.block_size
+            if is_whole:
+                self.tail = None
+                self.blocks.extend([block])
+            elif block.start >= start:
+                self.tail = block
+            else:
+                self.tail = None
+                self.seal()  # the first tokens of this block are the branch's own bytes: it is a block of its own
+
+    def _take_state(self, state: LayerState, loaded: Loaded) -> None:
+        """Go on from a layer state that somebody else left, if it can be had."""
+        if self._fetch(state) is Reason.COMPLETE:
+            self.points = (*self.points, state)
+            self.before, self.live = None, state
+        else:
+            loaded.reason = Reason.MISSING
+
+    def _match(self, limit: int) -> list[SealedBlock]:
+        """Return the stored blocks that continue the computed tokens, up to position `limit`."""
+        block_size = self.spec.block_size
+        start = self.num_computed - self.num_computed % block_size
+        parent = self.parent_name(start)
+        found: list[SealedBlock] = []
+        while start + block_size <= limit:
+            parent = self.block_name(start, start + block_size, parent)
+            block = self._runtime.blocks.find(parent, start, start + block_size)
+            if block is None:
+                break
+            found.append(block)
+            start += block_size
+        return found
+
+    def _match_state(self, found: list[SealedBlock], limit: int) -> LayerState | None:
+        """Return the last layer state, up to `limit`, that follows the tokens and whose KV is stored too."""
+        block_size = self.spec.block_size
+        first = self.num_computed - self.num_computed % block_size
+        parents: list[BlockHash] = [self.parent_name(first), *(block.block_hash for block in found)]
+        for index in reversed(range(len(parents))):
+            start = first + index * block_size
+            for position in range(min(start + block_size - 1, limit), max(start - 1, self.num_computed), -1):
+                state = self._runtime.states.find(self.state_name(position, parents[index]), position)
+                if state is not None and self._extend_found(found, parents[index], start, position):
+                    return state
+        return None
+
+    def _extend_found(self, found: list[SealedBlock], parent: BlockHash, start: int, stop: int) -> bool:
+        """Say whether KV of the tokens [start, stop) is stored; add the partial block that has it."""
+        if start >= stop or any(block.start <= start and block.stop >= stop for block in found):
+            return True
+        block = self._runtime.blocks.find(self.block_name(start, stop, parent), start, stop)
+        if block is not None:
+            found.append(block)
+        return block is not None
+
+    def _covering(self, found: list[SealedBlock], stop: int) -> list[SealedBlock]:
+        return [block for block in found if block.start < stop]
+
+
+def _limit(loaded: Loaded, num_tokens: int) -> None:
+    """Count at most `num_tokens` tokens as reused: KV beyond them is read, but those tokens are fed."""
+    excess = sum(loaded.from_tier.values()) - num_tokens
+    for tier in reversed(loaded.from_tier):
+        taken = min(max(excess, 0), loaded.from_tier[tier])
+        loaded.from_tier[tier] -= taken
+        excess -= taken
