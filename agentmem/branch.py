@@ -8,10 +8,11 @@ from typing import Protocol
 from torch import Tensor
 
 from agentmem.adapter import Adapter
+from agentmem.checkpoints import BranchEntry
 from agentmem.errors import InvalidInputError
 from agentmem.feed import BranchFeed
 from agentmem.ids import CheckpointId, short
-from agentmem.ledger import BranchEntry, Ledger
+from agentmem.ledger import Ledger
 from agentmem.operation import Operation
 from agentmem.stats import ReuseReport
 from agentmem.tree.checkpoint import Checkpoint
@@ -212,7 +213,7 @@ class Branch:
                     f"branch {self.name!r} has no tokens, so there is nothing to keep; append some first"
                 )
             self._entry.state.settle(keep=1)
-            self._owner.ledger.note_progress(self._entry)
+            self._owner.ledger.states.note_progress(self._entry)
             kept = copy_extras(self._entry.extras if extras is None else extras)
             return self._owner.ledger.commit(self._entry, message=message, extras=kept)
 
@@ -272,5 +273,5 @@ class Branch:
         return tokens
 
     def _write(self) -> None:
-        self._owner.ledger.note_progress(self._entry)
+        self._owner.ledger.states.note_progress(self._entry)
         self._owner.ledger.write_branch(self._entry)

@@ -1,26 +1,22 @@
 """One session's records: its checkpoints, and what is written of its branches.
 
-Joins the tree in memory, the catalog on disk and the states that checkpoints stand for. Knows nothing of locks or of
-the user's handles.
+Joins the tree in memory and the catalog on disk. Knows nothing of locks or of the user's handles.
 """
 
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 from agentmem._lmdb import Environment, Level, WriteTransaction
+from agentmem.checkpoints import BranchEntry, Checkpoints
 from agentmem.errors import NotFoundError
 from agentmem.ids import CheckpointId, new_checkpoint_id
-from agentmem.kv.hashing import pack_tokens, unpack_tokens
+from agentmem.kv.hashing import pack_tokens
 from agentmem.runtime import Runtime
 from agentmem.state import BranchState
-from agentmem.stats import Reason
 from agentmem.tiers.blockstore import SealedBlock
 from agentmem.tiers.device import Workspace
-from agentmem.tiers.states import LayerState
 from agentmem.tree.catalog import Catalog
 from agentmem.tree.checkpoint import BlockRef, BranchRecord, Checkpoint, Move, SessionRecord, StateRef
 from agentmem.tree.fields import copy_extras
@@ -30,28 +26,6 @@ from agentmem.tree.tree import SessionTree
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class BranchEntry:
-    """What is written of a branch.
-
-    Attributes:
-        state: Its tokens and KV.
-        tip: The checkpoint it points at; None before the first.
-        extras: The user's metadata.
-        created_s: Unix time.
-    """
-
-    state: BranchState
-    tip: CheckpointId | None
-    extras: dict[str, object]
-    created_s: float
-
-    @property
-    def name(self) -> str:
-        """The branch's name."""
-        return self.state.name
-
-
 class Ledger:
     """The records of one session.
 
@@ -59,6 +33,7 @@ class Ledger:
         record: The session.
         tree: Its checkpoints.
         workspace: The session's buffer on the device.
+        states: What the checkpoints stand for.
     """
 
     def __init__(
@@ -68,83 +43,20 @@ class Ledger:
         self.record = record
         self.tree = tree
         self.workspace = Workspace(runtime.device)
+        self.states = Checkpoints(runtime, self.workspace, tree)
         self._runtime = runtime
         self._environment = environment
         self._catalog = catalog
-        self._states: dict[CheckpointId, BranchState] = {}
-
-    # -- states
-
-    def new_state(self, name: str) -> BranchState:
-        """Return the state of a branch without tokens."""
-        return BranchState(self._runtime, self.workspace, name)
-
-    def state_of(self, checkpoint_id: CheckpointId) -> BranchState:
-        """Return the state that a checkpoint stands for; fork it before changing it."""
-        missing: list[Checkpoint] = []
-        for checkpoint in self.tree.lineage(checkpoint_id):
-            if checkpoint.checkpoint_id in self._states:
-                break
-            missing.append(checkpoint)
-        for checkpoint in reversed(missing):
-            self._states[checkpoint.checkpoint_id] = self._build(checkpoint)
-        return self._states[checkpoint_id]
-
-    def warm_up(self, entry: BranchEntry) -> None:
-        """Let a branch take over what its checkpoints have computed, or have on the device, and it has not."""
-        if entry.tip is None:
-            return
-        entry.state.adopt(self.state_of(entry.tip))
-        for checkpoint in self.tree.lineage(entry.tip):
-            if entry.state.is_hot:
-                return
-            state = self._states.get(checkpoint.checkpoint_id)
-            if state is not None:
-                entry.state.adopt_cursor(state)
-
-    def note_progress(self, entry: BranchEntry) -> None:
-        """Let the checkpoints of a branch know what the branch has computed, or has on the device, of their tokens."""
-        if entry.tip is None:
-            return
-        for checkpoint in self.tree.lineage(entry.tip):
-            state = self._states.get(checkpoint.checkpoint_id)
-            if state is None:
-                continue
-            if state.num_computed < entry.state.reach(checkpoint.num_tokens):
-                self._states[checkpoint.checkpoint_id] = state = entry.state.fork(state.name)
-                state.truncate(checkpoint.num_tokens)
-            elif state.cursor.length < state.num_kv:
-                state.adopt_cursor(entry.state)
-            else:
-                return
-
-    def forget_all_but(self, kept: Iterable[BranchEntry]) -> None:
-        """Drop the states of checkpoints that no branch reaches: whoever forks one by its id makes it again."""
-        for checkpoint_id in self._states.keys() - self._passed(kept):
-            del self._states[checkpoint_id]
-
-    def cool_all_but(self, hot: Iterable[BranchEntry]) -> None:
-        """Let the device forget the checkpoints that only cold branches pass through, saving what is not saved yet."""
-        for checkpoint_id in self._states.keys() - self._passed(hot):
-            if self.tree.get(checkpoint_id).has_kv:
-                del self._states[checkpoint_id]  # its record says how to make it again
-            elif self._states[checkpoint_id].cursor.length:
-                self.save_kv(self._states[checkpoint_id])
-                self._states[checkpoint_id].cool()
-
-    def save_kv(self, state: BranchState) -> None:
-        """Hand all of a state's KV and layer states to the disk's writer, its tail included."""
-        state.save()
 
     def demote(self, state: BranchState, first: int) -> None:
         """Save a state's KV and let the device forget it; blocks from `first` on stay in the host tier, if they fit."""
-        self.save_kv(state)
+        state.save()
         self._runtime.blocks.demote(state.saved_blocks()[first:], self.workspace, state.cursor)
         state.cool()
 
     def close(self) -> None:
         """Give the device back, and what is held in memory of the session."""
-        self._states.clear()
+        self.states.clear()
         self.workspace.clear()
         self._catalog.forget(self.record.session_id)
 
@@ -256,52 +168,6 @@ class Ledger:
 
     # -- inside
 
-    def _passed(self, entries: Iterable[BranchEntry]) -> set[CheckpointId]:
-        """Return the checkpoints that the branches pass through."""
-        passed: set[CheckpointId] = set()
-        for entry in entries:
-            for checkpoint in self.tree.lineage(entry.tip) if entry.tip is not None else ():
-                if checkpoint.checkpoint_id in passed:
-                    break
-                passed.add(checkpoint.checkpoint_id)
-        return passed
-
-    def _build(self, checkpoint: Checkpoint) -> BranchState:
-        """Make the state of a stored checkpoint whose parent's state is known."""
-        runtime = self._runtime
-        parent = None if checkpoint.parent_id is None else self._states[checkpoint.parent_id]
-        state = self.new_state(checkpoint.message) if parent is None else parent.fork(checkpoint.message)
-        state.extend(unpack_tokens(checkpoint.tokens), checkpoint.marks)
-        num_fed = checkpoint.num_tokens - checkpoint.num_pending
-        state.lost_stop = max(state.lost_stop, num_fed)
-        if checkpoint.fingerprint != runtime.identity.fingerprint:
-            state.lack(Reason.FOREIGN_MODEL)
-        elif not checkpoint.has_kv:
-            state.lack(Reason.NOT_SAVED)
-        elif checkpoint.first_block > len(state.blocks):
-            state.lack(Reason.MISSING)
-        else:
-            self._name_blocks(state, checkpoint)
-        return state
-
-    def _name_blocks(self, state: BranchState, checkpoint: Checkpoint) -> None:
-        size, blocks = self._runtime.adapter.spec.block_size, self._runtime.blocks
-        first = checkpoint.first_block
-        state.regime = checkpoint.regime
-        if first < len(state.blocks):
-            state.truncate_kv(first * size)
-        state.blocks.extend(
-            blocks.known(ref.block_hash, (first + index) * size, (first + index + 1) * size, ref.digest)
-            for index, ref in enumerate(checkpoint.blocks)
-        )
-        start, num_fed = len(state.blocks) * size, checkpoint.num_tokens - checkpoint.num_pending
-        tail = checkpoint.tail
-        state.tail = None if tail is None else blocks.known(tail.block_hash, start, num_fed, tail.digest)
-        state.know(
-            num_fed if tail is not None else min(start, num_fed),
-            [LayerState(ref.position, digests=ref.digests) for ref in checkpoint.states],
-        )
-
     def _without_kv(self, tip: CheckpointId | None) -> list[Checkpoint]:
         """Return the checkpoints from `tip` up that have no KV yet and could get it, oldest first."""
         found: list[Checkpoint] = []
@@ -318,20 +184,20 @@ class Ledger:
             parent = records[-1] if records else None
             if parent is None and checkpoint.parent_id is not None:
                 parent = self.tree.get(checkpoint.parent_id)
-            records.append(self._attached(checkpoint, parent, self.state_of(checkpoint.checkpoint_id), saved))
+            records.append(self._attached(checkpoint, parent, self.states.state_of(checkpoint.checkpoint_id), saved))
         return records
 
     def _attached(
         self, checkpoint: Checkpoint, parent: Checkpoint | None, state: BranchState, saved: list[SealedBlock]
     ) -> Checkpoint:
         """Return the record with the names of its KV, as far as there is any; add its blocks to `saved`."""
-        self.save_kv(state)
+        state.save()
         tail = state.save_tail()
         first = (
             0
             if parent is None
             else min(
-                state.blocks.common_prefix(self.state_of(parent.checkpoint_id).blocks),
+                state.blocks.common_prefix(self.states.state_of(parent.checkpoint_id).blocks),
                 self._num_recorded_blocks(parent),
             )
         )
@@ -389,7 +255,7 @@ class Ledger:
 
     def _enter(self, checkpoint: Checkpoint, entry: BranchEntry) -> None:
         self.tree.add(checkpoint)
-        self._states[checkpoint.checkpoint_id] = entry.state.fork(checkpoint.message)
+        self.states.enter(checkpoint.checkpoint_id, entry.state.fork(checkpoint.message))
         entry.tip = checkpoint.checkpoint_id
 
     def branch_record(self, entry: BranchEntry) -> BranchRecord:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 from agentmem.adapter import Adapter
 from agentmem.branch import Branch
+from agentmem.checkpoints import BranchEntry
 from agentmem.errors import AlreadyExistsError, ClosedError, InvalidInputError, NotFoundError
-from agentmem.ledger import BranchEntry, Ledger
+from agentmem.ledger import Ledger
 from agentmem.stats import Reason, ReuseReport
 from agentmem.tiers.policy import Candidate
 from agentmem.tree.checkpoint import BranchRecord, Checkpoint, check_name
@@ -193,7 +194,7 @@ class Session(Verbs):
             self._last_used.pop(name, None)
             self.ledger.remove_branch(entry)
             entry.state.cool()
-            self.ledger.forget_all_but(self._entries.values())
+            self.ledger.states.forget_all_but(self._entries.values())
 
     # -- saving
 
@@ -246,7 +247,7 @@ class Session(Verbs):
             shared = max((entry.state.blocks.common_prefix(other.blocks) for other in others), default=0)
             self.ledger.demote(entry.state, shared)
             hot = [other for other in self._entries.values() if other.state.cursor.length]
-            self.ledger.cool_all_but(hot)
+            self.ledger.states.cool_all_but(hot)
             if not hot and self._in_use is None:
                 self.ledger.workspace.clear()
             return True
@@ -269,7 +270,7 @@ class Session(Verbs):
             before, self._in_use = self._in_use, entry
             self._last_used[entry.name] = self._tick()
             try:
-                self.ledger.warm_up(entry)
+                self.ledger.states.warm_up(entry)
                 yield
             finally:
                 self._in_use = before
@@ -297,7 +298,7 @@ class Session(Verbs):
     def _make_hot(self, entry: BranchEntry, operation: str) -> None:
         with self.using(entry):
             entry.state.make_hot(operation)
-            self.ledger.note_progress(entry)
+            self.ledger.states.note_progress(entry)
 
     def _fork_here(self, name: str, branch: str | None) -> BranchEntry:
         source = self._entry(self._active if branch is None else branch)
@@ -306,7 +307,7 @@ class Session(Verbs):
         return BranchEntry(source.state.fork(name), source.tip, copy_extras(source.extras), time.time())
 
     def _fork_at(self, name: str, checkpoint: Checkpoint) -> BranchEntry:
-        state = self.ledger.state_of(checkpoint.checkpoint_id).fork(name)
+        state = self.ledger.states.state_of(checkpoint.checkpoint_id).fork(name)
         return BranchEntry(state, checkpoint.checkpoint_id, copy_extras(checkpoint.extras), time.time())
 
     def _has_open_tokens(self, entry: BranchEntry) -> bool:
@@ -314,7 +315,7 @@ class Session(Verbs):
 
     def _save(self, entry: BranchEntry) -> None:
         """Give a branch, and the checkpoints below it, a durable checkpoint of all its KV, if they lack one."""
-        self.ledger.warm_up(entry)
+        self.ledger.states.warm_up(entry)
         is_open = self._has_open_tokens(entry)
         if not is_open:
             self.ledger.attach_kv(entry)
@@ -325,7 +326,7 @@ class Session(Verbs):
         """Tell whether the branch has full blocks that no checkpoint names: computed late, or again after a loss."""
         if entry.tip is None:
             return False
-        self.ledger.save_kv(entry.state)
+        entry.state.save()
         lineage = self.ledger.tree.lineage(entry.tip)
         named = {digest for checkpoint in lineage for digest in checkpoint.digests()}
         return any(block.digest not in named for block in entry.state.blocks)
@@ -343,14 +344,15 @@ class Session(Verbs):
 
 def _first_branch(ledger: Ledger) -> BranchEntry:
     """Make the empty branch that a new session starts with, and queue its record."""
-    entry = BranchEntry(ledger.new_state(MAIN), None, {}, time.time())
+    entry = BranchEntry(ledger.states.new_state(MAIN), None, {}, time.time())
     ledger.write_branch(entry, ledger.move(entry, "create", None, None))
     return entry
 
 
 def restore_entry(ledger: Ledger, record: BranchRecord, open_tokens: "array[int]") -> BranchEntry:
     """Return a stored branch, cold, with the tokens after its tip."""
-    state = ledger.new_state(record.name) if record.tip is None else ledger.state_of(record.tip).fork(record.name)
+    states = ledger.states
+    state = states.new_state(record.name) if record.tip is None else states.state_of(record.tip).fork(record.name)
     state.extend(open_tokens, record.marks)
     num_fed = len(state.tokens) - record.num_pending
     if num_fed > state.num_computed and state.loss is Reason.COMPLETE:
