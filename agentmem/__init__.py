@@ -26,12 +26,13 @@ from agentmem.errors import (
     StoreLockedError,
     UnsupportedModelError,
 )
-from agentmem.stats import Reason, ReuseReport
+from agentmem.stats import ChatChange, ChatDifference, Finding, Lint, Reason, ReuseReport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from agentmem.branch import Branch, Generation
+    from agentmem.chat.conversation import Reply
     from agentmem.session import Session
     from agentmem.store import Store
     from agentmem.tree.checkpoint import Checkpoint
@@ -41,6 +42,7 @@ _LAZY = {
     "Branch": "agentmem.branch",
     "Checkpoint": "agentmem.tree.checkpoint",
     "Generation": "agentmem.branch",
+    "Reply": "agentmem.chat.conversation",
     "Session": "agentmem.session",
     "Store": "agentmem.store",
     "StoreView": "agentmem.view",
@@ -51,16 +53,21 @@ __all__ = [
     "AlreadyExistsError",
     "Branch",
     "CapacityError",
+    "ChatChange",
+    "ChatDifference",
     "Checkpoint",
     "ClosedError",
     "Config",
     "CorruptionError",
+    "Finding",
     "FormatVersionError",
     "Generation",
     "InvalidInputError",
+    "Lint",
     "NotFoundError",
     "ReadOnlyError",
     "Reason",
+    "Reply",
     "ReuseReport",
     "Session",
     "SpecMismatchError",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from agentmem.ids import Fingerprint
 from agentmem.kv.spec import KVSpec
-from agentmem.tree.marks import Mark, MarkKind, Marks
+from agentmem.marks import Mark, MarkKind, Marks
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,17 +97,76 @@ class Feed(Protocol):
         ...
 
 
+class Rotation(Protocol):
+    """What moving tokens to other positions does to a model's KV."""
+
+    def rotate(self, sections: Sequence[Tensor], shift: int) -> None:
+        """Make the KV in `sections` what it would be `shift` positions later (earlier: below 0), in place.
+
+        Args:
+            sections: One `[L, H, T, D]` per section, as the model wrote it.
+            shift: Positions.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Token ids of a text.
+
+    Attributes:
+        tokens: The ids.
+        starts: Where in the text each of them begins, in characters.
+    """
+
+    tokens: list[int]
+    starts: list[int]
+
+
+class ChatTemplate(Protocol):
+    """A tokenizer's chat template, and the tokenizer as the template needs it."""
+
+    @property
+    def special(self) -> frozenset[int]:
+        """Ids that are no text, as begin and end of a turn. They never merge with what is beside them."""
+        ...
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] | None,
+        is_prompt: bool,
+        options: Mapping[str, object],
+    ) -> str:
+        """Return the text of the messages; with `is_prompt` the header of the next answer, too.
+
+        Args:
+            messages: All messages.
+            tools: JSON schemas of the tools.
+            is_prompt: Whether the model is to answer.
+            options: More names for the template, such as `enable_thinking`.
+
+        Raises:
+            InvalidInputError: The template refuses the messages.
+        """
+        ...
+
+    def encode(self, text: str, *, after: int | None = None) -> Encoded:
+        """Return the ids of `text` as they are behind the token `after`; None when nothing comes before it."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the exact text of the tokens, special ones included."""
+        ...
+
+
 class Adapter(Protocol):
     """One model of one framework."""
 
     @property
     def spec(self) -> KVSpec:
         """Geometry of the model's KV."""
-        ...
-
-    @property
-    def fingerprint(self) -> Fingerprint:
-        """Name of everything about the model that makes KV differ."""
         ...
 
     @property
@@ -130,6 +189,16 @@ class Adapter(Protocol):
         """Hex name of the chat template; "" when there is none."""
         ...
 
+    def look(self) -> Fingerprint:
+        """Return the name of everything about the model that makes KV differ, as it is now.
+
+        Costs microseconds while the model is as it was; reads what may have changed when it is not.
+
+        Raises:
+            InvalidInputError: The model was changed into one that the store cannot go on with.
+        """
+        ...
+
     def encode(self, text: str, *, is_first: bool) -> list[int]:
         """Return the token ids of `text`; special tokens such as BOS are added only when it comes first.
 
@@ -140,6 +209,14 @@ class Adapter(Protocol):
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of the tokens, for people; "" without a tokenizer."""
+        ...
+
+    def chat_template(self) -> ChatTemplate:
+        """Return the tokenizer's chat template.
+
+        Raises:
+            InvalidInputError: There is no tokenizer, or it has no template.
+        """
         ...
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
@@ -173,6 +250,14 @@ class Adapter(Protocol):
 
     def forward(self, feed: Feed, tokens: Sequence[int], *, num_logits: int) -> Tensor:
         """Feed `tokens`; return the logits `[num_logits, V]` of the last `num_logits` of them."""
+        ...
+
+    def key_rotation(self) -> Rotation:
+        """Return how the model's keys move, proven on the model when it is first asked for.
+
+        Raises:
+            UnsupportedModelError: Its KV cannot be moved, or that could not be proven; says why.
+        """
         ...
 
     def check_options(self, options: Mapping[str, object]) -> None:

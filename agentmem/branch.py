@@ -1,23 +1,29 @@
 """A branch, as its user sees it: tokens that grow, a model that continues them, checkpoints, rewinding."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from agentmem.adapter import Adapter
+from agentmem.chat.conversation import Conversation
+from agentmem.chat.lint import LintMemory
+from agentmem.chat.talk import Talk
 from agentmem.checkpoints import BranchEntry
+from agentmem.edits import Cut, Edit, budget_cut, check_mode, range_cut, window_cut
 from agentmem.errors import InvalidInputError
+from agentmem.explain.explanation import Explanation
+from agentmem.explain.live import Content, LiveLibrary
 from agentmem.feed import BranchFeed
 from agentmem.ids import CheckpointId, short
 from agentmem.ledger import Ledger
+from agentmem.marks import media_start
 from agentmem.operation import Operation
 from agentmem.stats import ReuseReport
 from agentmem.tree.checkpoint import Checkpoint
 from agentmem.tree.fields import copy_extras
-from agentmem.tree.marks import media_start
 
 Guard = contextlib.AbstractContextManager[None]
 
@@ -40,6 +46,12 @@ class BranchOwner(Protocol):
 
     ledger: Ledger
     adapter: Adapter
+    lint: LintMemory
+
+    @property
+    def branches(self) -> list[str]:
+        """The names of the session's branches."""
+        ...
 
     def using(self, entry: BranchEntry) -> Guard:
         """Keep other threads out and the branch on the device, while an operation runs."""
@@ -49,8 +61,20 @@ class BranchOwner(Protocol):
         """Return a checkpoint of the session by record, id prefix or branch name."""
         ...
 
+    def fork(self, name: str, *, branch: str) -> "Branch":
+        """Make a branch where another one stands."""
+        ...
 
-class Branch:
+    def add(self, name: str, operation: str, make: Callable[[], BranchEntry]) -> "Branch":
+        """Enter the branch that `make` returns, unless its name is taken."""
+        ...
+
+    def library(self, entry: BranchEntry) -> LiveLibrary:
+        """Return the store as it stands, for explaining what a prompt would reuse."""
+        ...
+
+
+class Branch(Talk):
     """A movable name on a checkpoint, plus an open tail of tokens.
 
     Handles are cheap and stay valid while the session is open; a dropped branch's handle raises `ClosedError`.
@@ -114,6 +138,12 @@ class Branch:
     def text(self) -> str:
         """The branch's text, for people; "" without a tokenizer. Ids are the truth: text is never fed."""
         return self._owner.adapter.decode(self.tokens)
+
+    @contextlib.contextmanager
+    def conversation(self) -> Iterator[Conversation]:
+        """Keep other threads out while messages are sent: what `send` and `chat` are made of."""
+        with self._owner.using(self._entry):
+            yield Conversation(self._owner, self, self._entry)
 
     def append(self, content: str | Iterable[int], **model_inputs: object) -> None:
         """Add text or token ids at the end. Costs no computation: the model is fed when logits or a checkpoint need it.
@@ -186,6 +216,7 @@ class Branch:
         with self._owner.using(self._entry):
             state = self._entry.state
             with Operation(state, "cache") as operation:
+                state.enter_regime(len(state.tokens))
                 operation.note_load(state.restore())
                 feed = BranchFeed(state)
                 try:
@@ -242,6 +273,86 @@ class Branch:
             entry.tip = tip
             ledger.write_branch(entry, ledger.move(entry, "rewind", old, tip))
 
+    def edit(
+        self,
+        name: str,
+        start: int,
+        end: int,
+        replacement: str | Iterable[int] | None = None,
+        *,
+        mode: str = "splice",
+    ) -> "Branch":
+        """Make a branch `name` with `replacement` in the place of the tokens [start, end). This one stays as it is.
+
+        Args:
+            name: The new branch's name.
+            start: The first token to leave out; the KV before it is shared.
+            end: The first token to keep again.
+            replacement: Text or ids to put there; nothing by default.
+            mode: "splice" moves the KV of the tokens from `end` on, in milliseconds: keys are turned to their new
+                positions, and the branch is marked approximate from there on, for that KV still knows of what was cut
+                out. "exact" computes those tokens again, when they are needed.
+
+        Raises:
+            InvalidInputError: The range, the mode or an id is wrong, or the range cuts through one model input.
+            UnsupportedModelError: KV would have to be moved, and this model's cannot be; mode="exact" works.
+            AlreadyExistsError: The name is taken.
+        """
+        with self._owner.using(self._entry):
+            check_mode(mode)
+            tokens = () if replacement is None else self._read(replacement, is_first=start == 0)
+            cut = range_cut(self._entry.state, start, end, tuple(tokens))
+            return self._edited(name, cut, "edit", is_exact=mode == "exact")
+
+    def truncate(self, name: str, *, keep_last: int, sinks: int = 4) -> "Branch":
+        """Make a branch `name` of the first `sinks` and the last `keep_last` tokens, whose KV is moved (see `edit`).
+
+        Attention leans on the first tokens of a text: without them (`sinks=0`) a model goes astray
+        (docs/benchmarks.md). A branch with no more tokens than that is forked.
+
+        Raises:
+            InvalidInputError: A number is out of range.
+            UnsupportedModelError: This model's KV cannot be moved.
+            AlreadyExistsError: The name is taken.
+        """
+        with self._owner.using(self._entry):
+            return self._edited(name, window_cut(self._entry.state, keep_last, sinks), "truncate", is_exact=False)
+
+    def compact(self, name: str, budget: int, *, strategy: str = "sink_window", sinks: int = 4) -> "Branch":
+        """Make a branch `name` of at most `budget` tokens. The only strategy keeps the first and the last (`truncate`).
+
+        Raises:
+            InvalidInputError: The strategy is unknown, or the budget is not larger than `sinks`.
+            UnsupportedModelError: This model's KV cannot be moved.
+            AlreadyExistsError: The name is taken.
+        """
+        with self._owner.using(self._entry):
+            cut = budget_cut(self._entry.state, budget, strategy, sinks)
+            return self._edited(name, cut, "compact", is_exact=False)
+
+    def _edited(self, name: str, cut: Cut | None, operation: str, *, is_exact: bool) -> "Branch":
+        """Make the branch that a cut gives; a fork when it changes nothing."""
+        owner = self._owner
+        if cut is None:
+            return owner.fork(name, branch=self.name)
+        edit = Edit(owner.ledger, owner.adapter, self._entry, cut)
+        return owner.add(name, operation, lambda: edit.make(name, operation, is_exact=is_exact))
+
+    def explain(self, content: Content) -> Explanation:
+        """Say what a whole prompt would reuse of what is stored, and why no more. Computes and changes nothing.
+
+        The prompt is compared with every branch and checkpoint of the session, with this branch first where several
+        are as good, and with other sessions of the store (under the same salt) where these may have more of it.
+
+        Args:
+            content: All of the prompt, from its first token: text, token ids, or chat messages.
+
+        Raises:
+            InvalidInputError: It is empty, an id is not in the vocabulary, or there is no tokenizer for text.
+        """
+        with self._owner.using(self._entry):
+            return self._owner.library(self._entry).explain(content)
+
     def _rewound_length(self, to: Checkpoint | str | None, tokens: int | None) -> int:
         if (to is None) == (tokens is None):
             raise InvalidInputError("rewind takes a checkpoint or tokens=, one of them")
@@ -264,10 +375,10 @@ class Branch:
         lineage = () if tip is None else self._owner.ledger.tree.lineage(tip)
         return any(checkpoint.checkpoint_id == checkpoint_id for checkpoint in lineage)
 
-    def _read(self, content: str | Iterable[int]) -> list[int]:
+    def _read(self, content: str | Iterable[int], *, is_first: bool | None = None) -> list[int]:
         adapter = self._owner.adapter
         if isinstance(content, str):
-            return adapter.encode(content, is_first=not self.num_tokens)
+            return adapter.encode(content, is_first=not self.num_tokens if is_first is None else is_first)
         tokens = [int(token) for token in content]
         adapter.check_tokens(tokens)
         return tokens

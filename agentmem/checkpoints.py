@@ -93,9 +93,18 @@ class Checkpoints:
                 return
 
     def forget_all_but(self, kept: Iterable[BranchEntry]) -> None:
-        """Drop the states of checkpoints that no branch reaches: whoever forks one by its id makes it again."""
-        for checkpoint_id in self._states.keys() - self._passed(kept):
-            del self._states[checkpoint_id]
+        """Drop the states of checkpoints that no branch reaches: whoever forks one by its id makes it again.
+
+        Those that an edit moved KV from are only cooled: the next edit moves it from there again.
+        """
+        entries = list(kept)
+        origins = {mark.origin[0] for entry in entries for mark in entry.state.marks if mark.origin is not None}
+        for checkpoint_id in self._states.keys() - self._passed(entries):
+            if checkpoint_id in origins:
+                self._states[checkpoint_id].save_tail()
+                self._states[checkpoint_id].cool()
+            else:
+                del self._states[checkpoint_id]
 
     def cool_all_but(self, hot: Iterable[BranchEntry]) -> None:
         """Let the device forget the checkpoints that only cold branches pass through, saving what is not saved yet."""
@@ -135,7 +144,8 @@ class Checkpoints:
         num_fed = checkpoint.num_tokens - checkpoint.num_pending
         state.lost_stop = max(state.lost_stop, num_fed)
         if checkpoint.fingerprint != runtime.identity.fingerprint:
-            state.lack(Reason.FOREIGN_MODEL)
+            if num_fed > state.num_computed:
+                state.lack(Reason.FOREIGN_MODEL)
         elif not checkpoint.has_kv:
             state.lack(Reason.NOT_SAVED)
         elif checkpoint.first_block > len(state.blocks):

@@ -11,10 +11,10 @@ from torch import Tensor
 from agentmem.adapter import Pass
 from agentmem.errors import InvalidInputError, StaleCacheError
 from agentmem.kv.spec import KVSpec
+from agentmem.marks import Mark, Marks
 from agentmem.tiers.device import Workspace
 from agentmem.tiers.runs import Cursor
 from agentmem.tiers.states import LayerState
-from agentmem.tree.marks import Mark, Marks
 from agentmem.tree.trail import Trail
 
 
@@ -57,6 +57,10 @@ class FedBranch(Protocol):
 
     def keep_root(self, root: Sequence[Tensor]) -> None:
         """Keep the KV of the encoder's output."""
+        ...
+
+    def grow_to(self, num_tokens: int) -> None:
+        """Make ready for a pass that ends at `num_tokens` tokens; may feed the model the tokens before it again."""
         ...
 
     def count_fed(self, num_tokens: int) -> None:
@@ -120,6 +124,7 @@ class BranchFeed:
         """Announce a forward pass (see `agentmem.adapter.Feed.begin`)."""
         self._check(tokens)
         branch, workspace = self._branch, self._branch.workspace
+        branch.grow_to(self.position + len(tokens))
         num_kept = min(max(branch.num_kv - self.position, 0), len(tokens))
         self._num_new = len(tokens) - num_kept
         workspace.begin(branch.cursor, self._num_new)

@@ -6,13 +6,16 @@ Joins the tree in memory and the catalog on disk. Knows nothing of locks or of t
 import dataclasses
 import logging
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 from agentmem._lmdb import Environment, Level, WriteTransaction
 from agentmem.checkpoints import BranchEntry, Checkpoints
 from agentmem.errors import NotFoundError
+from agentmem.explain.live import LiveLibrary
 from agentmem.ids import CheckpointId, new_checkpoint_id
 from agentmem.kv.hashing import pack_tokens
+from agentmem.marks import marks_between
 from agentmem.runtime import Runtime
 from agentmem.state import BranchState
 from agentmem.tiers.blockstore import SealedBlock
@@ -20,7 +23,6 @@ from agentmem.tiers.device import Workspace
 from agentmem.tree.catalog import Catalog
 from agentmem.tree.checkpoint import BlockRef, BranchRecord, Checkpoint, Move, SessionRecord, StateRef
 from agentmem.tree.fields import copy_extras
-from agentmem.tree.marks import marks_between
 from agentmem.tree.tree import SessionTree
 
 logger = logging.getLogger(__name__)
@@ -54,6 +56,22 @@ class Ledger:
         self._runtime.blocks.demote(state.saved_blocks()[first:], self.workspace, state.cursor)
         state.cool()
 
+    def library(self, entries: Sequence[BranchEntry]) -> LiveLibrary:
+        """Return the store as it stands, for explaining what a prompt would reuse.
+
+        Args:
+            entries: The session's branches, the one that the prompt is compared with first.
+        """
+        return LiveLibrary(
+            runtime=self._runtime,
+            environment=self._environment,
+            catalog=self._catalog,
+            record=self.record,
+            tree=self.tree,
+            states=self.states,
+            entries=entries,
+        )
+
     def close(self) -> None:
         """Give the device back, and what is held in memory of the session."""
         self.states.clear()
@@ -66,6 +84,16 @@ class Ledger:
         """Queue the session's record."""
         record = self.record = dataclasses.replace(self.record, updated_s=time.time())
         self._environment.submit(lambda txn: self._catalog.put_session(txn, record), level=Level.QUEUED)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether what was made of the records is KV of the model as it is now."""
+        return self.record.fingerprint == self._runtime.identity.fingerprint
+
+    def follow_model(self) -> None:
+        """Note, and queue, that the session belongs to the model as it is now."""
+        self.record = dataclasses.replace(self.record, fingerprint=self._runtime.identity.fingerprint)
+        self.write_session()
 
     def activate(self, name: str) -> None:
         """Make a branch the active one, and queue that."""
@@ -204,7 +232,8 @@ class Ledger:
         own = state.blocks.slice(first)
         saved.extend([*own, *([] if tail is None else [tail])])
         num_saved = state.num_kv if tail is not None else len(state.blocks) * state.spec.block_size
-        states = [each for each in state.saved_states() if is_own_state(each.position, parent)]
+        ours = parent if parent is not None and parent.fingerprint == checkpoint.fingerprint else None
+        states = [each for each in state.saved_states() if is_own_state(each.position, ours)]
         for each in states:
             self._runtime.states.save(each)
         return dataclasses.replace(

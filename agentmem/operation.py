@@ -3,6 +3,7 @@
 import time
 from typing import Protocol
 
+from agentmem.marks import Marks, num_spliced
 from agentmem.stats import Reason, ReuseReport
 from agentmem.tiers.blockstore import Loaded
 from agentmem.tree.trail import Trail
@@ -12,6 +13,7 @@ class Reported(Protocol):
     """What a report is made from, and where it is left."""
 
     tokens: Trail[int]
+    marks: Marks
     num_computed: int
     num_fed: int
     loss: Reason
@@ -59,6 +61,7 @@ class Operation:
             moved_nbytes=sum(loaded.nbytes for loaded in self._loads),
             first_difference=num_reused if is_lost else None,
             num_equivalent=sum(loaded.num_equivalent for loaded in self._loads),
+            num_approximate=num_spliced(branch.marks, branch.num_computed),
             reason=branch.loss,
             elapsed_s=time.perf_counter() - self._started,
         )

@@ -12,13 +12,13 @@ from agentmem.errors import InvalidInputError
 from agentmem.ids import BlockHash
 from agentmem.kv.hashing import chain_hash, root_state_hash, state_hash
 from agentmem.kv.spec import KVSpec
+from agentmem.marks import Mark, MarkKind, Marks, media_start, pack_marks, truncate_marks, without_splices
 from agentmem.runtime import Runtime
 from agentmem.stats import Reason, ReuseReport
 from agentmem.tiers.blockstore import SealedBlock
 from agentmem.tiers.device import Workspace
 from agentmem.tiers.runs import Cursor
 from agentmem.tiers.states import LayerState
-from agentmem.tree.marks import Mark, MarkKind, Marks, media_start, pack_marks, truncate_marks, without_splices
 from agentmem.tree.trail import Trail
 
 
@@ -43,6 +43,7 @@ class Prefix:
         borders: Positions, still to be computed, after which the layer state is to be kept.
         root: KV of the encoder's output; None for a model without an encoder, and before it has run.
         regime: The rotary regime that the KV is in; b"" for models that have one only.
+        foreseen: Tokens that the regime was chosen for, when the running operation began.
         cursor: Where the KV is on the device.
         loss: Why KV that once existed is gone; COMPLETE when none is, or when it was computed again.
         lost_stop: Position up to which KV existed when it was lost.
@@ -66,6 +67,7 @@ class Prefix:
         self.borders: tuple[int, ...] = ()
         self.root: LayerState | None = None
         self.regime = runtime.adapter.regime(0)
+        self.foreseen = 0
         self.cursor = Cursor(None, 0)
         self.loss = Reason.COMPLETE
         self.lost_stop = 0
@@ -135,13 +137,21 @@ class Prefix:
         self.tokens.extend(tokens[self.num_pending :])
         self.num_computed += len(tokens)
         if self.num_computed > self.num_kv:
+            self.marks = without_splices(self.marks, self.num_kv)  # what the model has just written was not moved
             self.num_kv, self.tail = self.num_computed, None
+        self.seal()
         if self.spec.states:
             self.before, self.live = self.live, self._runtime.states.hold(self.num_computed, states)
             if self.num_computed in self.borders:
                 self.keep_state()
             self.borders = tuple(position for position in self.borders if position > self.num_computed)
         self.count_fed(len(tokens))
+
+    def take_moved(self, tokens: Sequence[int], marks: Marks) -> None:
+        """Note that KV of `tokens` was moved to the cursor's end from elsewhere; nothing is pending before them."""
+        self.extend(tokens, marks)
+        self.num_kv = self.num_computed = len(self.tokens)
+        self.tail = None
         self.seal()
 
     def count_fed(self, num_tokens: int) -> None:

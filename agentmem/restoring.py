@@ -5,11 +5,11 @@ Nothing here runs the model: what cannot be had becomes pending, and the reason 
 
 from agentmem.errors import CorruptionError, NotFoundError, ReadOnlyError, SpecMismatchError, StorageFullError
 from agentmem.ids import BlockHash
+from agentmem.marks import MarkKind, media_start, without_splices
 from agentmem.prefix import Prefix
 from agentmem.stats import Reason
 from agentmem.tiers.blockstore import Loaded, SealedBlock, Want
 from agentmem.tiers.states import LayerState
-from agentmem.tree.marks import media_start, without_splices
 
 _GONE = (NotFoundError, StorageFullError, ReadOnlyError)
 _DAMAGED = (CorruptionError, SpecMismatchError)
@@ -32,6 +32,7 @@ class Restoring(Prefix):
             if self.cursor.length < self.num_kv:
                 self._lose(loaded.reason)
         self._restore_state(loaded)
+        self._restore_root()
         moved = self._workspace.select(self.cursor)
         loaded.nbytes += moved * self.spec.token_nbytes
         _limit(loaded, self.num_computed)
@@ -101,6 +102,11 @@ class Restoring(Prefix):
             self.num_computed = self._restart(lost - 1)
             self.loss, self.lost_stop = reason, max(self.lost_stop, lost)
             loaded.reason = reason
+
+    def _restore_root(self) -> None:
+        """Bring KV of the encoder's output onto the device, this branch's or another's of the same inputs."""
+        if self.root is None and any(mark.kind is MarkKind.ENCODER for mark in self.marks):
+            self.root = self._runtime.states.find(self.root_name(), 0, num_parts=1)
         if self.root is not None and self._fetch(self.root) is not Reason.COMPLETE:
             self.root = None  # the encoder runs again
 

@@ -4,25 +4,24 @@ import contextlib
 import logging
 import threading
 import time
-from array import array
 from collections.abc import Callable, Iterable, Iterator
 
 from agentmem.adapter import Adapter
 from agentmem.branch import Branch
+from agentmem.chat.lint import LintMemory
 from agentmem.checkpoints import BranchEntry
+from agentmem.entries import MAIN, first_entry, has_open_tokens, rebuild_entries, save_entry
 from agentmem.errors import AlreadyExistsError, ClosedError, InvalidInputError, NotFoundError
+from agentmem.explain.live import LiveLibrary
 from agentmem.ledger import Ledger
-from agentmem.stats import Reason, ReuseReport
+from agentmem.stats import ReuseReport
 from agentmem.tiers.policy import Candidate
-from agentmem.tree.checkpoint import BranchRecord, Checkpoint, check_name
+from agentmem.tree.checkpoint import Checkpoint, check_name
 from agentmem.tree.fields import copy_extras
 from agentmem.tree.render import render
 from agentmem.verbs import Verbs
 
 logger = logging.getLogger(__name__)
-
-MAIN = "main"
-"""The name of a new session's first branch."""
 
 
 class Session(Verbs):
@@ -38,6 +37,7 @@ class Session(Verbs):
         entries: Iterable[BranchEntry],
         *,
         check_open: Callable[[], None],
+        follow_model: Callable[[], None],
         tick: Callable[[], int],
     ) -> None:
         """Serve the stored branches `entries`; made by the store.
@@ -47,18 +47,22 @@ class Session(Verbs):
             adapter: The model.
             entries: Its branches.
             check_open: Raises when the store cannot be used any more.
+            follow_model: Saves and rebuilds all sessions when the model is another one than when it was last used.
             tick: Gives a number that grows with each use, over all sessions.
         """
         self.ledger = ledger
         self.adapter = adapter
-        self._entries = {entry.name: entry for entry in entries} or {MAIN: _first_branch(ledger)}
+        self.lint = LintMemory()
+        self._entries = {entry.name: entry for entry in entries} or {MAIN: first_entry(ledger)}
         is_known = ledger.record.active_branch in self._entries
         self._active = ledger.record.active_branch if is_known else next(iter(self._entries))
         self._check_open = check_open
+        self._follow_model = follow_model
         self._tick = tick
         self._last_used: dict[str, int] = {}
         self._in_use: BranchEntry | None = None
         self._lock = threading.RLock()
+        self._worker: int | None = None  # the thread that holds the lock
         self._is_closed = False
 
     def __repr__(self) -> str:
@@ -145,14 +149,19 @@ class Session(Verbs):
         """
         if at is not None and branch is not None:
             raise InvalidInputError("fork takes at= (a checkpoint) or branch= (where it stands now), not both")
+        return self.add(
+            name, "fork", lambda: self._fork_here(name, branch) if at is None else self._fork_at(name, self.resolve(at))
+        )
+
+    def add(self, name: str, operation: str, make: Callable[[], BranchEntry]) -> Branch:
+        """Enter the branch that `make` returns, unless its name is taken; `operation` is what the reflog says."""
         check_name("branch", name)
         with self._guarded():
             if name in self._entries:
                 raise AlreadyExistsError(f"session {self.name!r} has a branch {name!r} already; choose another name")
-            entry = self._fork_here(name, branch) if at is None else self._fork_at(name, self.resolve(at))
-            self._entries[name] = entry
+            entry = self._entries[name] = make()
             self._last_used[name] = self._tick()
-            self.ledger.write_branch(entry, self.ledger.move(entry, "fork", None, entry.tip))
+            self.ledger.write_branch(entry, self.ledger.move(entry, operation, None, entry.tip))
             return Branch(self, entry)
 
     def switch(self, name: str) -> Branch:
@@ -188,7 +197,7 @@ class Session(Verbs):
             entry = self._entry(name)
             if name == self._active:
                 raise InvalidInputError(f"branch {name!r} is the active one; switch to another before dropping it")
-            if self._has_open_tokens(entry):
+            if has_open_tokens(self.ledger, entry):
                 self.ledger.mark(entry)
             del self._entries[name]
             self._last_used.pop(name, None)
@@ -211,12 +220,37 @@ class Session(Verbs):
                 return
             self._check_open()
             try:
-                self.flush()
-                for entry in self._entries.values():
-                    self._save(entry)
+                self.save()
             finally:
                 self._is_closed = True
                 self._release()
+
+    def save(self) -> None:
+        """Make everything durable, KV included, with automatic checkpoints."""
+        self.flush()
+        with self._guarded():
+            for entry in self._entries.values():
+                save_entry(self.ledger, entry)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other threads out, between operations.
+
+        Raises:
+            InvalidInputError: This thread is in the middle of an operation of the session.
+        """
+        with self._guarded():
+            if self._in_use is not None:
+                self._check_same_model()
+            yield
+
+    def rebuild(self) -> None:
+        """Make every branch anew from its records, as a resume would: the model is another one. Save first.
+
+        Handles stay good: what they stand for has other KV now, that of the new model, as far as it is stored.
+        """
+        with self._guarded():
+            pass  # whoever comes in does it, so that nothing old is left when it is interrupted
 
     def candidates(self, *, is_current: bool) -> list[Candidate[tuple["Session", str]]]:
         """List the branches with KV on the device.
@@ -262,6 +296,10 @@ class Session(Verbs):
     @contextlib.contextmanager
     def using(self, entry: BranchEntry) -> Iterator[None]:
         """Keep other threads out and the branch on the device, while an operation runs."""
+        if self._worker != threading.get_ident():
+            self._follow_model()
+        else:  # inside another operation, where it would be too late to follow
+            self._check_same_model()
         with self._guarded():
             if self._entries.get(entry.name) is not entry:
                 raise ClosedError(
@@ -275,6 +313,11 @@ class Session(Verbs):
             finally:
                 self._in_use = before
 
+    def library(self, entry: BranchEntry) -> LiveLibrary:
+        """Return the store as it stands, for explaining what a prompt would reuse: `entry` is compared first."""
+        recent = sorted(self._entries.values(), key=lambda each: self._last_used.get(each.name, 0), reverse=True)
+        return self.ledger.library([entry, *(each for each in recent if each is not entry)])
+
     # -- inside
 
     @contextlib.contextmanager
@@ -283,7 +326,20 @@ class Session(Verbs):
             self._check_open()
             if self._is_closed:
                 raise ClosedError(f"session {self.name!r} is closed; resume it from the store")
-            yield
+            before, self._worker = self._worker, threading.get_ident()
+            try:
+                if not self.ledger.is_current:
+                    rebuild_entries(self.ledger, list(self._entries.values()))
+                yield
+            finally:
+                self._worker = before
+
+    def _check_same_model(self) -> None:
+        if self.adapter.look() != self.ledger.record.fingerprint:
+            raise InvalidInputError(
+                f"the model's adapters or weights changed while session {self.name!r} was in use (`with ... cache()`): "
+                f"leave that block first, then change the model"
+            )
 
     def _entry(self, name: str) -> BranchEntry:
         entry = self._entries.get(name)
@@ -302,34 +358,13 @@ class Session(Verbs):
 
     def _fork_here(self, name: str, branch: str | None) -> BranchEntry:
         source = self._entry(self._active if branch is None else branch)
-        if self._has_open_tokens(source):
+        if has_open_tokens(self.ledger, source):
             self.ledger.mark(source)
         return BranchEntry(source.state.fork(name), source.tip, copy_extras(source.extras), time.time())
 
     def _fork_at(self, name: str, checkpoint: Checkpoint) -> BranchEntry:
         state = self.ledger.states.state_of(checkpoint.checkpoint_id).fork(name)
         return BranchEntry(state, checkpoint.checkpoint_id, copy_extras(checkpoint.extras), time.time())
-
-    def _has_open_tokens(self, entry: BranchEntry) -> bool:
-        return len(entry.state.tokens) > self.ledger.tip_length(entry)
-
-    def _save(self, entry: BranchEntry) -> None:
-        """Give a branch, and the checkpoints below it, a durable checkpoint of all its KV, if they lack one."""
-        self.ledger.states.warm_up(entry)
-        is_open = self._has_open_tokens(entry)
-        if not is_open:
-            self.ledger.attach_kv(entry)
-        if is_open or self._has_unnamed_kv(entry):
-            self.ledger.commit(entry, message="", extras=copy_extras(entry.extras), is_auto=True)
-
-    def _has_unnamed_kv(self, entry: BranchEntry) -> bool:
-        """Tell whether the branch has full blocks that no checkpoint names: computed late, or again after a loss."""
-        if entry.tip is None:
-            return False
-        entry.state.save()
-        lineage = self.ledger.tree.lineage(entry.tip)
-        named = {digest for checkpoint in lineage for digest in checkpoint.digests()}
-        return any(block.digest not in named for block in entry.state.blocks)
 
     def _release(self) -> None:
         for entry in self._entries.values():
@@ -340,22 +375,3 @@ class Session(Verbs):
         state, score = entry.state, entry.extras.get("score")
         tier = "tokens" if not state.num_computed else "device" if state.is_hot else "disk"
         return tier if score is None else f"{tier}  score={score:.4g}" if isinstance(score, int | float) else tier
-
-
-def _first_branch(ledger: Ledger) -> BranchEntry:
-    """Make the empty branch that a new session starts with, and queue its record."""
-    entry = BranchEntry(ledger.states.new_state(MAIN), None, {}, time.time())
-    ledger.write_branch(entry, ledger.move(entry, "create", None, None))
-    return entry
-
-
-def restore_entry(ledger: Ledger, record: BranchRecord, open_tokens: "array[int]") -> BranchEntry:
-    """Return a stored branch, cold, with the tokens after its tip."""
-    states = ledger.states
-    state = states.new_state(record.name) if record.tip is None else states.state_of(record.tip).fork(record.name)
-    state.extend(open_tokens, record.marks)
-    num_fed = len(state.tokens) - record.num_pending
-    if num_fed > state.num_computed and state.loss is Reason.COMPLETE:
-        state.loss = Reason.NOT_SAVED
-    state.lost_stop = max(state.lost_stop, num_fed)
-    return BranchEntry(state, record.tip, dict(record.extras), record.created_s)

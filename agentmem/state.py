@@ -12,10 +12,10 @@ from torch import Tensor
 
 from agentmem.errors import InvalidInputError
 from agentmem.feed import BranchFeed
+from agentmem.marks import Mark, MarkKind, Marks, media_start
 from agentmem.operation import Operation
 from agentmem.restoring import Restoring
 from agentmem.stats import Reason
-from agentmem.tree.marks import Mark, MarkKind, Marks, media_start
 
 
 class BranchState(Restoring):
@@ -34,7 +34,10 @@ class BranchState(Restoring):
             InvalidInputError: The model takes no such inputs there, or they cannot be stored.
         """
         start = len(self.tokens)
-        self.extend(tokens, self._mark(tokens, inputs, start) if inputs else ())
+        marks = self._mark(tokens, inputs, start)
+        if any(mark.kind is MarkKind.ENCODER for mark in marks):
+            self.marks, self.root = (), None  # of a branch that was emptied: other inputs take their place
+        self.extend(tokens, marks)
 
     def inputs(self, mark: Mark) -> dict[str, object]:
         """Return the model inputs behind a mark (see `agentmem.adapter.Feed.inputs`)."""
@@ -64,7 +67,7 @@ class BranchState(Restoring):
             self.enter_regime(len(self.tokens))
             report.note_load(self.restore())
             report.note_load(self.reuse_pending(keep=1))
-            if self.spec.states and not self.num_pending:
+            if not self.num_pending and not self._can_repeat_last():
                 self.step_back(self.num_computed - 1)
                 report.note_load(self.restore())
             self.compute(keep=self._runtime.config.prefill_chunk_tokens)
@@ -105,9 +108,23 @@ class BranchState(Restoring):
     def enter_regime(self, num_tokens: int) -> None:
         """Make ready to compute up to `num_tokens` tokens: KV in another rotary regime than theirs is of no use."""
         regime = self._runtime.adapter.regime(num_tokens)
+        self.foreseen = num_tokens
         if regime != self.regime:
             self.drop_kv(Reason.REGIME)
             self.regime = regime
+
+    def grow_to(self, num_tokens: int) -> None:
+        """Make ready for a pass that ends at `num_tokens` tokens, in the middle of an operation.
+
+        Where a rotary regime ends that no one foresaw, the tokens before the pass are computed again in the next one.
+        """
+        if num_tokens > self.foreseen and self._runtime.adapter.regime(num_tokens) != self.regime:
+            position = self.num_computed
+            self.enter_regime(num_tokens)
+            self.restore()
+            self.reuse_pending(keep=len(self.tokens) - position)
+            if self.num_computed < position:
+                self._feed(self.tokens.slice(self.num_computed, position), [])
 
     def unfeed(self, num_tokens: int) -> None:
         """Take the last computed tokens back.
@@ -121,6 +138,7 @@ class BranchState(Restoring):
                 f"branch {self.name!r}: {num_tokens:,} tokens can't be taken back in the middle of a pass, for the "
                 f"model's layer state at {position:,} is not kept; fork before, or use branch.rewind"
             )
+        self.foreseen = position
         self.truncate(position)
 
     # -- inside
@@ -129,6 +147,8 @@ class BranchState(Restoring):
         """Save model inputs and return the marks of the tokens that stand for them, which begin at `start`."""
         adapter = self._runtime.adapter
         spans = adapter.media_spans(tokens, inputs, start)
+        if not spans:
+            return ()
         digest = adapter.media_digest(inputs)
         payload, described = self._runtime.media.save(digest, inputs)
         return tuple(
@@ -184,9 +204,14 @@ class BranchState(Restoring):
             self.truncate(num_tokens)
             raise
 
+    def _can_repeat_last(self) -> bool:
+        """Tell whether the last token can be fed again alone: not on top of a layer state, nor as a part of media."""
+        last = self.num_computed - 1
+        return not self.spec.states and media_start(self.marks, last) == last
+
     def _feed_last_again(self) -> Tensor:
         self.check_not_empty()
-        if self.spec.states:
+        if not self._can_repeat_last():
             self.step_back(self.num_computed - 1)
             self.restore()
             return self._feed(self.pending, [])

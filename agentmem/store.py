@@ -1,5 +1,6 @@
 """An open store with a model: create and resume sessions, hold the budgets, save everything."""
 
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -13,11 +14,12 @@ from types import TracebackType
 from agentmem._lmdb import Environment, Level, ReadTransaction, WriteTransaction
 from agentmem.adapter import Adapter
 from agentmem.config import Config
+from agentmem.entries import MAIN, restore_entry
 from agentmem.errors import AlreadyExistsError, ClosedError, CorruptionError, NotFoundError
-from agentmem.ids import new_session_id
+from agentmem.ids import new_session_id, short
 from agentmem.ledger import Ledger
 from agentmem.runtime import Runtime
-from agentmem.session import MAIN, Session, restore_entry
+from agentmem.session import Session
 from agentmem.stats import Counters
 from agentmem.tiers.blockstore import BlockStore
 from agentmem.tiers.device import DeviceTier
@@ -80,6 +82,7 @@ class Store(StoreView):
         check_name("session", name)
         with self._lock:
             self._check_open()
+            self._follow_model()
             if any(record.name == name for record in self.sessions()):
                 raise AlreadyExistsError(f"the store has a session {name!r} already; resume it, or choose another name")
             adapter, now_s = self._runtime.adapter, time.time()
@@ -87,7 +90,7 @@ class Store(StoreView):
                 session_id=new_session_id(),
                 name=name,
                 active_branch=MAIN,
-                fingerprint=adapter.fingerprint,
+                fingerprint=self._runtime.identity.fingerprint,
                 model_name=adapter.model_name,
                 tokenizer_hash=adapter.tokenizer_hash,
                 template_hash=adapter.template_hash,
@@ -110,6 +113,7 @@ class Store(StoreView):
         """
         with self._lock:
             self._check_open()
+            self._follow_model()
             session = self._sessions.get(name)
             if session is None or session.is_closed:
                 self.environment.flush()
@@ -197,8 +201,7 @@ class Store(StoreView):
         for problem in view.damaged:
             logger.warning("session %s: %s", record.name, problem)
         self._warn_of_changes(record)
-        if record.fingerprint != self._runtime.adapter.fingerprint:
-            record = dataclasses.replace(record, fingerprint=self._runtime.adapter.fingerprint)
+        record = dataclasses.replace(record, fingerprint=self._runtime.identity.fingerprint)
         ledger = Ledger(self._runtime, self.environment, self.catalog, record, SessionTree(view.checkpoints))
         try:
             with self.environment.read() as txn:
@@ -216,6 +219,7 @@ class Store(StoreView):
             self._runtime.adapter,
             entries,
             check_open=self._check_open,
+            follow_model=self._follow_model,
             tick=lambda: next(self._clock),
         )
         self._sessions[record.name] = session
@@ -237,7 +241,7 @@ class Store(StoreView):
     def _warn_of_changes(self, record: SessionRecord) -> None:
         """Say that a session comes from another model or tokenizer: it stays readable, its KV is not used."""
         adapter = self._runtime.adapter
-        if record.fingerprint != adapter.fingerprint:
+        if record.fingerprint != self._runtime.identity.fingerprint:
             logger.warning(
                 "session %s was made by another model (%s): its tokens are used, its KV is not",
                 record.name,
@@ -247,6 +251,33 @@ class Store(StoreView):
             logger.warning("session %s was made with another tokenizer: its ids may mean other text", record.name)
         if adapter.template_hash and record.template_hash not in {"", adapter.template_hash}:
             logger.warning("session %s was made with another chat template", record.name)
+
+    def _follow_model(self) -> None:
+        """Let all that is open follow the model, whose adapters or weights may be others since the last verb.
+
+        What was computed until now is saved under the model's old name; KV of the new one is looked for in the store.
+
+        Raises:
+            InvalidInputError: The model changed while an operation was running.
+            StorageFullError: The old model's KV cannot be saved; the next verb tries again.
+        """
+        identity, adapter = self._runtime.identity, self._runtime.adapter
+        if adapter.look() == identity.fingerprint:
+            return
+        with self._lock, contextlib.ExitStack() as held:
+            sessions = self._open_sessions()
+            for session in sessions:
+                held.enter_context(session.held())
+            now = adapter.look()
+            if now == identity.fingerprint:
+                return  # another thread was first
+            logger.info("the model is another one now (adapters or weights): %s", short(now))
+            for session in sessions:
+                session.save()
+            self._runtime.blocks.flush()  # what is written from here on bears the new name
+            identity.fingerprint = now
+            for session in sessions:
+                session.rebuild()
 
     def _open_sessions(self) -> list[Session]:
         return [session for session in self._sessions.values() if not session.is_closed]
@@ -276,7 +307,7 @@ class Store(StoreView):
 
 def _make_runtime(environment: Environment, adapter: Adapter, config: Config) -> Runtime:
     counters = Counters()
-    identity = Identity(adapter.fingerprint, config.salt)
+    identity = Identity(adapter.look(), config.salt)
     device = DeviceTier(adapter.spec, adapter.device, config.device_budget_nbytes)
     host = HostTier(config.host_budget_nbytes, is_pinned=adapter.device.type == "cuda")
     disk = DiskTier(environment)

@@ -4,11 +4,16 @@ Each hands the work to `Branch`; nothing is decided here.
 """
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
 from agentmem.branch import Branch, Generation
+from agentmem.chat.conversation import Reply
+from agentmem.chat.messages import Messages
+from agentmem.explain.explanation import Explanation
+from agentmem.explain.live import Content
+from agentmem.stats import ReuseReport
 from agentmem.tree.checkpoint import Checkpoint
 
 
@@ -31,6 +36,33 @@ class Verbs:
         """Continue a branch with the model's generation (see `Branch.generate`)."""
         return self.chosen(branch).generate(**options)
 
+    def send(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        thinking: str = "keep",
+        template_options: Mapping[str, object] | None = None,
+        branch: str | None = None,
+    ) -> ReuseReport:
+        """Put one message, or the whole list, on a branch (see `Branch.send`)."""
+        return self.chosen(branch).send(messages, tools=tools, thinking=thinking, template_options=template_options)
+
+    def chat(
+        self,
+        messages: Messages | None = None,
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        thinking: str = "keep",
+        template_options: Mapping[str, object] | None = None,
+        branch: str | None = None,
+        **options: object,
+    ) -> Reply:
+        """Put messages on a branch and let the model answer (see `Branch.chat`)."""
+        return self.chosen(branch).chat(
+            messages, tools=tools, thinking=thinking, template_options=template_options, **options
+        )
+
     def checkpoint(
         self, message: str = "", *, extras: Mapping[str, object] | None = None, branch: str | None = None
     ) -> Checkpoint:
@@ -42,6 +74,33 @@ class Verbs:
     ) -> None:
         """Move a branch back (see `Branch.rewind`)."""
         self.chosen(branch).rewind(to, tokens=tokens)
+
+    def edit(
+        self,
+        name: str,
+        start: int,
+        end: int,
+        replacement: str | Iterable[int] | None = None,
+        *,
+        mode: str = "splice",
+        branch: str | None = None,
+    ) -> Branch:
+        """Make a branch with other tokens in the place of some (see `Branch.edit`)."""
+        return self.chosen(branch).edit(name, start, end, replacement, mode=mode)
+
+    def truncate(self, name: str, *, keep_last: int, sinks: int = 4, branch: str | None = None) -> Branch:
+        """Make a branch of the first and the last tokens (see `Branch.truncate`)."""
+        return self.chosen(branch).truncate(name, keep_last=keep_last, sinks=sinks)
+
+    def compact(
+        self, name: str, budget: int, *, strategy: str = "sink_window", sinks: int = 4, branch: str | None = None
+    ) -> Branch:
+        """Make a branch of at most `budget` tokens (see `Branch.compact`)."""
+        return self.chosen(branch).compact(name, budget, strategy=strategy, sinks=sinks)
+
+    def explain(self, content: Content, *, branch: str | None = None) -> Explanation:
+        """Say what a whole prompt would reuse, and why no more (see `Branch.explain`)."""
+        return self.chosen(branch).explain(content)
 
     def cache(self, *, branch: str | None = None) -> contextlib.AbstractContextManager[object]:
         """Give a transformers `Cache` at a branch's tip (see `Branch.cache`)."""

@@ -10,7 +10,7 @@ from harness import MB, Options, Row, Times, check, load_model, main, time_calls
 
 import agentmem
 from agentmem._lmdb import Environment
-from agentmem.adapters.transformers.fingerprint import model_fingerprint, tokenizer_hashes
+from agentmem.adapters.transformers.fingerprint import ModelIdentity, model_fingerprint, tokenizer_hashes
 from agentmem.adapters.transformers.geometry import derive_spec
 
 MAX_S = 1.0
@@ -32,12 +32,14 @@ def run(options: Options) -> dict[str, object]:
         directory = time_calls(lambda: Environment.open(path).close(), num_calls)
     probe = time_calls(lambda: derive_spec(model, 64), num_calls)
     weights = time_calls(lambda: model_fingerprint(model, spec, agentmem.Config().num_threads), num_calls)
+    unchanged = time_calls(ModelIdentity(model, spec, 1).look, 20 * num_calls)
     names = time_calls(lambda: tokenizer_hashes(tokenizer), num_calls)
     rows = [
         row("agentmem.open", whole),
         row("  feed one token, read the geometry", probe),
         row(f"  hash {nbytes / MB:,.0f} MB of weights", weights) | {"GB/s": nbytes / weights.median / 1e9},
         row("  hash tokenizer and template", names),
+        row("  (each verb: has the model changed?)", unchanged),
         row("  open and close the directory", directory),
     ]
     return {

@@ -19,7 +19,7 @@ from pathlib import Path
 import harness
 from harness import Options, Row, base_store, in_new_process, markdown_table, plain_table, say
 
-NAMES = ("open", "fork", "switch", "decode", "resume", "path", "codec", "disk", "chat")
+NAMES = ("open", "fork", "switch", "decode", "resume", "path", "codec", "disk", "chat", "edits")
 RESULTS = Path(__file__).parent / "results"
 
 

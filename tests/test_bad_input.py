@@ -462,7 +462,7 @@ def test_a_refused_model_leaves_the_store_open_for_others(stored, tiny):
     stored.store.close()
 
     with pytest.raises(UnsupportedModelError):
-        agentmem.open(stored.path, model=tiny("recurrent"))
+        agentmem.open(stored.path, model=tiny("rwkv"))
 
     assert stored.is_untouched()
 

@@ -16,11 +16,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from agentmem._lmdb import Environment, Level, Table
 from agentmem.errors import AlreadyExistsError, CorruptionError, InvalidInputError, NotFoundError
 from agentmem.ids import BlockDigest, BlockHash, CheckpointId, Fingerprint, SessionId
+from agentmem.marks import Mark, MarkInput, MarkKind
 from agentmem.tree import nodes, refs, rows, tails
 from agentmem.tree.catalog import Catalog
 from agentmem.tree.checkpoint import BlockRef, BranchRecord, Checkpoint, Move, SessionRecord, StateRef
 from agentmem.tree.fields import MAX_EXTRAS_NBYTES, copy_extras
-from agentmem.tree.marks import Mark, MarkInput, MarkKind
 from agentmem.tree.rows import ROW_TOKENS
 from agentmem.tree.trail import Trail
 

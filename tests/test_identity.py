@@ -14,6 +14,7 @@ import torch
 import agentmem
 from agentmem.adapters.transformers.fingerprint import model_fingerprint
 from agentmem.adapters.transformers.geometry import derive_spec
+from agentmem.errors import UnsupportedModelError
 from agentmem.stats import Reason
 from agentmem.testing.models import tiny_model
 
@@ -223,6 +224,36 @@ def test_another_dtype_is_another_model(store_path):
     assert len({fingerprint(model) for model in models}) == 3
 
 
+def test_a_store_written_in_one_dtype_is_read_in_another_token_by_token_and_found_again_in_its_own(store_path):
+    own, other = (tiny_model("llama", dtype=dtype) for dtype in (torch.bfloat16, torch.float16))
+    with agentmem.open(store_path, model=own) as store:
+        session = store.create("s")
+        session.forward(TOKENS)
+        before = session.forward([])
+        session.checkpoint()
+
+    with agentmem.open(store_path, model=other) as store:
+        session = store.resume("s")
+        report, tokens = session.report, session.active.tokens
+        logits, num_fed = session.forward([]), store.stats()["tokens_fed"]
+        session.checkpoint()
+    with agentmem.open(store_path, model=own) as store:
+        session = store.resume("s")
+        back = session.report
+        after, num_back = session.forward([]), store.stats()["tokens_fed"]
+    with torch.no_grad():
+        expected = other(torch.tensor([TOKENS])).logits[0, -1:]
+
+    assert (report.reason, report.num_reused, report.first_difference) == (Reason.FOREIGN_MODEL, 0, 0)
+    assert tokens == TOKENS
+    assert num_fed == 300
+    assert logits.dtype is torch.float16
+    assert torch.allclose(logits, expected, atol=0.05)
+    assert (back.reason, back.num_reused, back.from_tier) == (Reason.COMPLETE, 300, {"disk": 300})
+    assert num_back == 1
+    assert torch.equal(after, before)
+
+
 def test_what_makes_kv_differ_makes_the_fingerprint_differ():
     def changed(change):
         model = tiny_model("llama")
@@ -261,6 +292,105 @@ def test_the_kind_of_attention_is_part_of_the_identity():
     eager.set_attn_implementation("eager")
 
     assert fingerprint(sdpa) != fingerprint(eager)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.bool])
+@pytest.mark.parametrize("is_persistent", [True, False])
+def test_quantised_weights_in_any_dtype_are_named_by_content(dtype, is_persistent):
+    def quantised(value):
+        model = tiny_model("llama")
+        layer = model.model.layers[1].mlp.up_proj
+        layer.register_parameter("scales", torch.nn.Parameter(torch.ones(8)))
+        layer.register_buffer("packed", torch.ones(64, 64).to(dtype), persistent=is_persistent)
+        layer.packed[5, 7] = torch.tensor(value).to(dtype)
+        return fingerprint(model)
+
+    assert quantised(1) == quantised(1)
+    assert quantised(1) != quantised(0)
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_weights_that_a_layer_packs_away_are_named_by_what_it_saves():
+    from torch.ao.quantization import quantize_dynamic
+
+    def quantised(change=0.0):
+        model = tiny_model("llama")
+        with torch.no_grad():
+            model.model.layers[1].mlp.up_proj.weight[3, 5] += change
+        return quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+
+    own, again, other = quantised(), quantised(), quantised(change=0.2)
+    rescaled = quantised()
+    layer = rescaled.model.layers[1].mlp.up_proj
+    weight, bias = layer._weight_bias()
+    layer.set_weight_bias(
+        torch._make_per_tensor_quantized_tensor(weight.int_repr(), weight.q_scale() * 1.01, weight.q_zero_point()), bias
+    )
+
+    assert "up_proj" not in str([name for name, _ in own.named_parameters()])
+    assert fingerprint(own) == fingerprint(again)
+    assert len({fingerprint(own), fingerprint(other), fingerprint(rescaled), fingerprint(tiny_model("llama"))}) == 4
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_a_layer_whose_packed_weights_nobody_can_read_is_refused(store_path):
+    from torch.ao.nn.quantized.dynamic import Linear
+
+    model = tiny_model("llama")
+    packed = Linear(64, 96)._packed_params._packed_params
+    model.model.layers[0].mlp.secret = packed
+
+    with pytest.raises(UnsupportedModelError, match=r"mlp\.secret"):
+        agentmem.open(store_path, model=model)
+
+
+def test_tensors_within_a_tensor_are_named_by_content():
+    from torch.testing._internal.two_tensor import TwoTensor  # what torchao and quanto make is such a tensor
+
+    def wrapped(value):
+        model = tiny_model("llama")
+        model.model.layers[0].mlp.register_buffer("pair", TwoTensor(torch.ones(4, 4), torch.full((4, 4), value)))
+        return fingerprint(model)
+
+    assert wrapped(1.0) == wrapped(1.0)
+    assert wrapped(1.0) != wrapped(2.0)
+
+
+def test_what_a_quantiser_keeps_beside_the_parameters_is_named_by_content():
+    class Packed:
+        def __init__(self, value):
+            self.storage = [torch.full((4, 4), value)]
+            self.name = "not a tensor"
+
+    def quantised(value, quantiser="any"):
+        model = tiny_model("llama")
+        model.hf_quantizer = quantiser
+        model.model.layers[0].mlp.experts = Packed(value)
+        return fingerprint(model)
+
+    assert quantised(1.0) == quantised(1.0)
+    assert quantised(1.0) != quantised(2.0)
+    assert quantised(1.0, None) == quantised(2.0, None)  # what other models keep so is no weight
+
+
+def test_a_model_whose_weights_are_elsewhere_is_refused():
+    model = tiny_model("llama")
+    spec = derive_spec(model, 64)
+    model.model.layers[3].mlp.to("meta")
+
+    with pytest.raises(UnsupportedModelError, match="offloaded"):
+        model_fingerprint(model, spec, 1)
+
+
+def test_frequencies_that_grew_with_a_long_text_are_no_part_of_the_identity():
+    model = tiny_model("dynamic-ntk")
+    own = fingerprint(model)
+    with torch.no_grad():
+        model(torch.zeros(1, model.config.max_position_embeddings + 8, dtype=torch.long))
+
+    assert not torch.equal(model.model.rotary_emb.inv_freq, model.model.rotary_emb.original_inv_freq)
+    assert model_fingerprint(model, derive_spec(tiny_model("dynamic-ntk"), 64), 1) == own
 
 
 def test_the_name_and_the_place_of_a_model_are_no_part_of_its_identity(tmp_path):

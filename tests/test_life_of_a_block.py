@@ -42,7 +42,7 @@ def runtime(llama, environment):
     """The parts of an open store, made one by one; the mover is off, so that each step is taken by the test."""
     config = Config(save_in_background=False)
     adapter, counters = TransformersAdapter(llama, None, config), Counters()
-    identity, host, disk = Identity(adapter.fingerprint, b""), HostTier(1 << 20), DiskTier(environment)
+    identity, host, disk = Identity(adapter.look(), b""), HostTier(1 << 20), DiskTier(environment)
     device = DeviceTier(adapter.spec, adapter.device, None)
     blocks = BlockStore(
         spec=adapter.spec,
@@ -128,7 +128,7 @@ def test_3_the_64th_token_seals_a_block_that_is_named_for_its_tokens_and_copies_
     state.forward(TOKENS[63:])
 
     block = state.blocks[0]
-    assert block.block_hash == chain_hash(root_hash(runtime.adapter.fingerprint, b""), TOKENS)
+    assert block.block_hash == chain_hash(root_hash(runtime.identity.fingerprint, b""), TOKENS)
     assert (block.start, block.stop, block.digest) == (0, 64, None)
     assert runtime.device.nbytes == nbytes
     assert runtime.blocks.find(block.block_hash, 0, 64) is block
@@ -152,7 +152,7 @@ def test_5_saving_packs_the_blocks_bytes_into_a_record_whose_name_covers_them(ll
     state.forward(TOKENS)
     sections = gathered(state, 64)
 
-    record = pack(sections, block_hash=state.blocks[0].block_hash, fingerprint=runtime.adapter.fingerprint, start=0)
+    record = pack(sections, block_hash=state.blocks[0].block_hash, fingerprint=runtime.identity.fingerprint, start=0)
 
     meta = read_meta(record.data)
     assert all(torch.equal(section, kv) for section, kv in zip(sections, kv_of(llama, TOKENS), strict=True))
@@ -363,7 +363,7 @@ def test_a_record_unpacks_into_nothing_but_its_own_geometry(runtime):
     record = pack(
         gathered(state, 64),
         block_hash=state.blocks[0].block_hash,
-        fingerprint=runtime.adapter.fingerprint,
+        fingerprint=runtime.identity.fingerprint,
         start=0,
     )
 

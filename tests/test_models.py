@@ -4,15 +4,56 @@ import pytest
 
 from agentmem.errors import InvalidInputError
 
-STORABLE = ["gemma3", "gemma3n", "gpt2", "llama", "llama4", "mha", "mistral", "mla", "mqa", "nemotron", "qwen3"]
+CAUSAL = [
+    "bamba",
+    "deepseek_v32",
+    "dynamic-ntk",
+    "falcon_h1",
+    "gemma2",
+    "gemma3",
+    "gemma3n",
+    "gemma4",
+    "glm_moe_dsa",
+    "gpt2",
+    "gpt_oss",
+    "granitemoehybrid",
+    "inkling",
+    "jamba",
+    "kimi_linear",
+    "lfm2",
+    "llama",
+    "llama4",
+    "mamba",
+    "mamba2",
+    "mha",
+    "mistral",
+    "mla",
+    "mqa",
+    "nemotron",
+    "phi3",
+    "qwen2_5_vl",
+    "qwen3",
+    "qwen3_5",
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen3_vl",
+    "rwkv",
+    "zaya",
+]
+SEQ2SEQ = ["bart", "t5", "whisper"]
+ALIASES = {"convolution": "lfm2", "deepseek_v3": "mla", "recurrent": "mamba2"}
 LAYERS = {
-    "convolution": ["LinearAttentionLayer", "DynamicLayer"] * 2,
+    "deepseek_v32": ["DynamicIndexedLayer"] * 4,
+    "falcon_h1": ["LinearAttentionAndFullAttentionLayer"] * 4,
     "gemma3": ["DynamicSlidingWindowLayer", "DynamicLayer"] * 2,
     "gemma3n": ["DynamicSlidingWindowLayer", "DynamicLayer", "DummyLayer", "DummyLayer"],
+    "inkling": ["LinearAttentionAndSlidingWindowAttentionLayer", "LinearAttentionAndFullAttentionLayer"] * 2,
+    "lfm2": ["LinearAttentionLayer", "DynamicLayer"] * 2,
     "llama4": ["DynamicSlidingWindowLayer"] * 3 + ["DynamicLayer"],
+    "mamba2": ["LinearAttentionLayer"] * 4,
     "mistral": ["DynamicSlidingWindowLayer"] * 4,
     "nemotron": ["DynamicLayer", "DummyLayer"] * 2,
-    "recurrent": ["LinearAttentionLayer"] * 4,
+    "qwen3_next": ["LinearAttentionLayer", "DynamicLayer"] * 2,
 }
 
 
@@ -41,11 +82,24 @@ def test_making_a_model_leaves_the_random_state_of_the_caller_alone():
     assert torch.equal(torch.rand(3), expected)
 
 
-@pytest.mark.parametrize("family", STORABLE)
+def test_every_family_is_tried():
+    from agentmem.testing.models import families
+
+    assert sorted([*CAUSAL, *SEQ2SEQ, *ALIASES]) == families()
+
+
+@pytest.mark.parametrize(("alias", "family"), ALIASES.items())
+def test_an_alias_has_the_recipe_of_its_family(alias, family):
+    from agentmem.testing.recipes import RECIPES
+
+    assert RECIPES[alias] == RECIPES[family]
+
+
+@pytest.mark.parametrize("family", CAUSAL)
 def test_the_logits_of_a_tiny_model_depend_on_its_early_tokens(tiny, family):
     import torch
 
-    ids = torch.arange(40)[None] * 7 % 512
+    ids = torch.arange(40)[None] * 7 % 490
     changed = ids.clone()
     changed[0, 2] = 400
 
@@ -53,6 +107,47 @@ def test_the_logits_of_a_tiny_model_depend_on_its_early_tokens(tiny, family):
         difference = (tiny(family)(ids).logits[0, -1] - tiny(family)(changed).logits[0, -1]).abs().max()
 
     assert difference > 0.1
+
+
+@pytest.mark.parametrize("family", SEQ2SEQ)
+def test_the_logits_of_an_encoder_decoder_depend_on_both_sides(tiny, family):
+    import torch
+
+    model = tiny(family)
+    name, given = encoder_inputs(family)
+    ids = torch.arange(40)[None] * 7 % 490
+    changed = ids.clone()
+    changed[0, 2] = 400
+
+    with torch.no_grad():
+        logits = model(**{name: given}, decoder_input_ids=ids).logits[0, -1]
+        by_decoder = model(**{name: given}, decoder_input_ids=changed).logits[0, -1]
+        by_encoder = model(**{name: given.flip(-1)}, decoder_input_ids=ids).logits[0, -1]
+
+    assert (logits - by_decoder).abs().max() > 0.1
+    assert (logits - by_encoder).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_the_logits_of_a_vision_model_depend_on_its_images(tiny, family):
+    import torch
+
+    # 4 x 4 patches of 4 x 4 pixels, 3 colours and 2 frames, which the tower merges into 4 tokens
+    ids = torch.tensor([[5, 6, 502, 500, 500, 500, 500, 503, 7, 8]])
+    images = torch.randn((2, 16, 96))
+
+    with torch.no_grad():
+        first, second = (
+            tiny(family)(
+                input_ids=ids,
+                mm_token_type_ids=(ids == 500).int(),
+                pixel_values=image,
+                image_grid_thw=torch.tensor([[1, 4, 4]]),
+            ).logits[0, -1]
+            for image in images
+        )
+
+    assert (first - second).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("family", sorted(LAYERS))
@@ -90,3 +185,12 @@ def test_smollm2_knows_the_capital_of_france(smollm2):
 
     assert "Paris" in text
     assert model.dtype == torch.bfloat16
+
+
+def encoder_inputs(family):
+    """Return the name of an encoder's input, and one input: 32 frames of sound for Whisper, else 20 tokens."""
+    import torch
+
+    if family == "whisper":
+        return "input_features", torch.randn((1, 8, 64))
+    return "input_ids", torch.arange(20)[None] * 11 % 490

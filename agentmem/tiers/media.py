@@ -14,10 +14,10 @@ from agentmem.errors import CorruptionError, InvalidInputError
 from agentmem.ids import BlockDigest, BlockHash, short
 from agentmem.kv import record as record_format
 from agentmem.kv.hashing import part_hash
+from agentmem.marks import Mark, MarkInput
 from agentmem.tiers.disk import DiskTier
 from agentmem.tiers.host import HostTier
 from agentmem.tiers.identity import Identity
-from agentmem.tree.marks import Mark, MarkInput
 
 _JSON = "json"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from agentmem.errors import InvalidInputError
 from agentmem.ids import BlockDigest, BlockHash, CheckpointId, Fingerprint, SessionId
-from agentmem.tree.marks import Marks
+from agentmem.marks import Marks
 
 TOKEN_NBYTES = 4
 """Bytes per stored token id (u32-le)."""

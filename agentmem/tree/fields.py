@@ -10,8 +10,8 @@ import msgpack
 
 from agentmem.errors import CorruptionError, InvalidInputError
 from agentmem.ids import BlockDigest, BlockHash, CheckpointId
+from agentmem.marks import Mark, MarkInput, MarkKind, Marks
 from agentmem.tree.checkpoint import BlockRef, StateRef
-from agentmem.tree.marks import Mark, MarkInput, MarkKind, Marks
 
 CHECKPOINT_ID_NBYTES = 16
 HASH_NBYTES = 32

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from agentmem.ids import CheckpointId, short
+from agentmem.marks import MarkKind, Marks
 from agentmem.tree.checkpoint import BranchRecord, Checkpoint
 from agentmem.tree.tree import SessionTree
 
@@ -39,7 +40,8 @@ def render(
 
     A checkpoint's parent is the nearest ● above it in its own column, or the one that its ├─ or └─ hangs from, so a
     line of checkpoints keeps its column however long it is. `own` counts the tokens since the checkpoint drawn before,
-    `total` all tokens from the root. ○ marks checkpoints that no branch reaches any more.
+    `total` all tokens from the root. ○ marks checkpoints that no branch reaches any more. What has
+    KV that an edit moved from elsewhere is called approximate.
 
     Args:
         tree: The checkpoints.
@@ -98,6 +100,7 @@ class _Drawing:
             if branch.tip is not None and branch.tip in tree:
                 self.at_tip.setdefault(branch.tip, []).append(branch)
         self.reached = self._reached()
+        self.approximate = self._approximate()
         self.hidden = self._left_over() if fold else set()
         self.sizes = tree.subtree_sizes()
 
@@ -142,7 +145,7 @@ class _Drawing:
             left=f"{left}  {message}" if message else left,
             own=f"{checkpoint.num_tokens - place.num_before:,} own",
             total=f"{checkpoint.num_tokens:,} total",
-            note=self._notes(branches),
+            note=self._notes(branches) if branches else self._fidelity(checkpoint.checkpoint_id),
         )
 
     def _names(self, branches: Sequence[BranchRecord]) -> str:
@@ -154,7 +157,26 @@ class _Drawing:
         return " ".join(names)
 
     def _notes(self, branches: Sequence[BranchRecord]) -> str:
-        return " | ".join(self.notes[branch.name] for branch in branches if self.notes.get(branch.name))
+        notes = (
+            "  ".join(filter(None, (self.notes.get(branch.name), self._fidelity(branch.tip, branch.marks))))
+            for branch in branches
+        )
+        return " | ".join(filter(None, notes))
+
+    def _fidelity(self, tip: CheckpointId | None, marks: Marks = ()) -> str:
+        """Return "approximate" for what has moved KV among its own tokens or up to the checkpoint `tip`."""
+        return "approximate" if tip in self.approximate or _has_splice(marks) else ""
+
+    def _approximate(self) -> set[CheckpointId]:
+        """Return the checkpoints that have moved KV, their own or an ancestor's."""
+        found: set[CheckpointId] = set()
+        todo = [checkpoint for checkpoint in self.tree if _has_splice(checkpoint.marks)]
+        while todo:
+            name = todo.pop().checkpoint_id
+            if name not in found:
+                found.add(name)
+                todo += self.tree.children(name)
+        return found
 
     def _is_folded(self, checkpoint: Checkpoint, children: Sequence[Checkpoint]) -> bool:
         named = checkpoint.checkpoint_id in self.at_tip
@@ -182,6 +204,10 @@ class _Drawing:
                     break
                 reached.add(checkpoint.checkpoint_id)
         return reached
+
+
+def _has_splice(marks: Marks) -> bool:
+    return any(mark.kind is MarkKind.SPLICE for mark in marks)
 
 
 def _aligned(lines: Sequence[_Line]) -> list[str]:

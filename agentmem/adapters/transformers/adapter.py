@@ -1,29 +1,35 @@
-"""Runs a transformers model over branches: forward passes, generation, and the user's own loop.
+"""The adapter for one transformers model: its names, its tokens, and what it is asked to compute.
 
-Hooks on the model see every forward pass that is given a branch's cache: they check its inputs, learn the token ids
-and, when all layers have written, advance the branch. A pass that fails leaves the branch as it was.
+How the model is fed is in `passes`.
 """
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from agentmem.adapter import Feed
-from agentmem.adapters.transformers.cache import BranchCache
-from agentmem.adapters.transformers.fingerprint import model_fingerprint, tokenizer_hashes
-from agentmem.adapters.transformers.geometry import cache_argument, derive_spec
+from agentmem.adapters.transformers.encoder import probe_encoder_decoder
+from agentmem.adapters.transformers.fingerprint import ModelIdentity, tokenizer_hashes
+from agentmem.adapters.transformers.geometry import derive_spec
+from agentmem.adapters.transformers.lora import unwrapped
+from agentmem.adapters.transformers.media import media_digest
+from agentmem.adapters.transformers.passes import CACHE_NAMES, Cache, Passes
+from agentmem.adapters.transformers.regimes import settled
+from agentmem.adapters.transformers.rotation import KeyRotation
+from agentmem.adapters.transformers.template import TokenizerTemplate
 from agentmem.config import Config
 from agentmem.errors import InvalidInputError
+from agentmem.ids import Fingerprint
+from agentmem.marks import MarkKind
 
-_CACHE_NAMES = ("cache", "past_key_values")
-_PLAIN_INPUTS = frozenset(
-    {"input_ids", "attention_mask", "position_ids", "token_type_ids", "logits_to_keep", "cache_position"}
+_OURS = frozenset(
+    {*CACHE_NAMES, "inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "encoder_outputs"}
+    | {"decoder_input_ids", "decoder_attention_mask", "decoder_position_ids", "decoder_start_token_id"}
 )
-
-_OURS = frozenset({*_CACHE_NAMES, "inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids"})
 """Options of `generate` that the branch itself fills in."""
 
 _NEEDS_MORE = {
@@ -47,38 +53,41 @@ class TransformersAdapter:
     Attributes:
         model: The model; hooks are on it until `close`.
         spec: Geometry of its KV.
-        fingerprint: Its name.
         model_name: Its name for people.
         tokenizer_hash: Hex name of the tokenizer.
         template_hash: Hex name of the chat template.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, config: Config) -> None:
+    def __init__(self, model: object, tokenizer: PreTrainedTokenizerBase | None, config: Config) -> None:
         """Read the model's geometry and name; feeds it one token and reads every weight once.
 
         Raises:
             UnsupportedModelError: The model keeps state that agentmem cannot store.
             InvalidInputError: `model` is no transformers model, or in training mode.
         """
+        model = unwrapped(model)
         if not isinstance(model, PreTrainedModel):
             raise InvalidInputError(f"model must be a transformers PreTrainedModel; found {type(model).__name__}")
         self.model = model
-        self.spec = derive_spec(model, config.block_size)
-        self.fingerprint = model_fingerprint(model, self.spec, config.num_threads)
+        probe = partial(probe_encoder_decoder, model) if model.config.is_encoder_decoder else None
+        with settled(model):
+            self.spec = derive_spec(model, config.block_size, probe)
+            self._identity = ModelIdentity(model, self.spec, config.num_threads)
         self.model_name = str(model.config.name_or_path or type(model).__name__)
         self.tokenizer_hash, self.template_hash = tokenizer_hashes(tokenizer)
         self._tokenizer = tokenizer
-        self._cache_argument = cache_argument(model)
+        self._rotation: KeyRotation | None = None
         self._vocab_size = _vocab_size(model)
-        self._hooks = [
-            model.register_forward_pre_hook(self._before_pass, with_kwargs=True),
-            model.register_forward_hook(self._after_pass, with_kwargs=True),
-        ]
+        self._passes = Passes(model, self.spec)
 
     @property
     def device(self) -> torch.device:
         """Where the model computes."""
         return self.model.device
+
+    def look(self) -> Fingerprint:
+        """Return the model's name as it is now, with the adapters that are active now."""
+        return self._identity.look()
 
     def encode(self, text: str, *, is_first: bool) -> list[int]:
         """Return the ids of `text`; special tokens such as BOS are added only when it comes first."""
@@ -90,63 +99,65 @@ class TransformersAdapter:
         """Return the text of the tokens; "" without a tokenizer."""
         return str(self._tokenizer.decode(list(tokens))) if self._tokenizer is not None else ""
 
+    def chat_template(self) -> TokenizerTemplate:
+        """Return the tokenizer's chat template."""
+        return TokenizerTemplate(self._tokenizer)
+
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Refuse ids outside of the model's vocabulary."""
         for index, token in enumerate(tokens):
-            if not 0 <= token < self._vocab_size:
+            if not 0 <= token < self._vocab_size and token not in self._passes.media.placeholders:
                 raise InvalidInputError(
                     f"token {token} at index {index} is not in the model's vocabulary of {self._vocab_size:,}; nothing "
                     f"was appended"
                 )
 
+    def regime(self, num_tokens: int) -> bytes:
+        """Name the rotary regime that KV of `num_tokens` tokens is in; b"" when no length matters."""
+        return self._passes.regimes.regime(num_tokens)
+
+    def media_spans(
+        self, tokens: Sequence[int], inputs: Mapping[str, object], position: int
+    ) -> list[tuple[MarkKind, int, int]]:
+        """Return which of `tokens`, which begin at `position`, stand for `inputs`; an encoder's are for all of them."""
+        encoder = self._passes.encoder
+        if encoder is None:
+            return self._passes.media.spans(tokens, inputs, position)
+        encoder.check(tokens, inputs, position)
+        return [(MarkKind.ENCODER, 0, 0)] if inputs else []
+
+    def media_digest(self, inputs: Mapping[str, object]) -> bytes:
+        """Return 32 bytes that name the inputs by content."""
+        return media_digest(inputs)
+
     def forward(self, feed: Feed, tokens: Sequence[int], *, num_logits: int) -> Tensor:
         """Feed `tokens`; return the logits `[num_logits, V]` of the last `num_logits` of them."""
-        inputs = torch.tensor([list(tokens)], dtype=torch.long, device=self.device)
-        options = {self._cache_argument: BranchCache(feed, self), "use_cache": True, "logits_to_keep": num_logits}
-        with torch.no_grad():
-            logits: Tensor = self.model(input_ids=inputs, **options).logits[0]
-        return logits[-num_logits:]
+        return self._passes.run(feed, tokens, num_logits)
 
     def generate(self, feed: Feed, tokens: Sequence[int], options: Mapping[str, object]) -> list[int]:
         """Continue `tokens`; return the new ids as sampled. Options are transformers' own, and `seed`."""
         settings = dict(options)
         seed = settings.pop("seed", None)
-        inputs = torch.tensor([list(tokens)], dtype=torch.long, device=self.device)
-        settings[self._cache_argument] = BranchCache(feed, self)
-        settings["attention_mask"] = torch.ones_like(inputs)
         if self._pad_token_id(settings) is None:
             settings["pad_token_id"] = 0  # never used in a batch of 1; silences a warning
         if settings.get("stop_strings") is not None:
             settings.setdefault("tokenizer", self._tokenizer)
         with _seeded(seed, self.device):
-            output: Tensor = self.model.generate(inputs, **settings)  # type: ignore[operator]  # mixin method, seen as a module
-        return [int(token) for token in output[0, len(tokens) :]]
+            return self._passes.generate(feed, tokens, settings)
 
-    def cache(self, feed: Feed) -> BranchCache:
+    def cache(self, feed: Feed) -> Cache:
         """Return a cache for the user's own loop."""
-        return BranchCache(feed, self)
+        return self._passes.cache(feed)
+
+    def key_rotation(self) -> KeyRotation:
+        """Return how the model's keys move, proven on the model when it is first asked for."""
+        if self._rotation is None:
+            self._rotation = KeyRotation.of(self.model, self.spec)
+        return self._rotation
 
     def close(self) -> None:
-        """Take the hooks off the model."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def _before_pass(
-        self, _module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
-        cache = self._own_cache(args, kwargs)
-        if cache is not None:
-            tokens = _read_tokens(args, kwargs)
-            _check_plain(kwargs, cache.position, len(tokens))
-            cache.begin(tokens)
-        return None
-
-    def _after_pass(
-        self, _module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object], _output: object
-    ) -> None:
-        cache = self._own_cache(args, kwargs)
-        if cache is not None:
-            cache.commit()
+        """Leave the model as it was found."""
+        self._passes.close()
 
     def check_options(self, options: Mapping[str, object]) -> None:
         """Refuse options of `generate` that a branch cannot serve, before anything is computed."""
@@ -158,13 +169,6 @@ class TransformersAdapter:
             if value is not None and value != fine:
                 raise InvalidInputError(f"generate({name}={value!r}): {why}")
 
-    def _own_cache(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> BranchCache | None:
-        """Return the cache that a pass was given, if it comes from this adapter: a model may serve several stores."""
-        for value in (*(kwargs.get(name) for name in _CACHE_NAMES), *args):
-            if isinstance(value, BranchCache) and value.owner is self:
-                return value
-        return None
-
     def _pad_token_id(self, options: Mapping[str, object]) -> object:
         given = options.get("generation_config", self.model.generation_config)
         return options.get("pad_token_id", getattr(given, "pad_token_id", None))
@@ -175,46 +179,6 @@ def _vocab_size(model: PreTrainedModel) -> int:
     if not isinstance(weight, Tensor):
         raise InvalidInputError(f"{type(model).__name__} has no table of token embeddings to check ids against")
     return int(weight.shape[0])
-
-
-def _read_tokens(args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[int]:
-    """Return the ids fed in this pass.
-
-    Raises:
-        InvalidInputError: There are none, or more than one sequence of them.
-    """
-    ids = kwargs.get("input_ids", args[0] if args else None)
-    if kwargs.get("inputs_embeds") is not None or not isinstance(ids, Tensor):
-        raise InvalidInputError("a branch stores token ids: pass input_ids, not inputs_embeds, together with its cache")
-    if ids.ndim != 2 or ids.shape[0] != 1:
-        raise InvalidInputError(
-            f"input_ids of shape {list(ids.shape)}: a branch takes one sequence, [1, tokens]; fork a branch for each"
-        )
-    return [int(token) for token in ids[0].tolist()]
-
-
-def _check_plain(inputs: Mapping[str, object], position: int, num_tokens: int) -> None:
-    """Refuse inputs that would make KV depend on more than the tokens: padding, shifted positions, media."""
-    mask = inputs.get("attention_mask")
-    if isinstance(mask, Tensor) and (tuple(mask.shape) != (1, position + num_tokens) or not bool((mask == 1).all())):
-        raise InvalidInputError(
-            f"attention_mask of shape {list(mask.shape)} hides tokens or does not cover all {position + num_tokens:,} "
-            f"tokens of the branch; a branch stores no padding: leave the mask out"
-        )
-    positions = inputs.get("position_ids")
-    if isinstance(positions, Tensor):
-        wanted = torch.arange(position, position + num_tokens, device=positions.device)
-        if positions.ndim != 2 or not torch.equal(positions[0].long(), wanted):
-            raise InvalidInputError(
-                f"position_ids {positions.flatten()[:4].tolist()}... are shifted: the branch stands at {position:,} "
-                f"and its tokens have consecutive positions; leave position_ids out"
-            )
-    kinds = inputs.get("token_type_ids")
-    if isinstance(kinds, Tensor) and bool(kinds.any()):
-        raise InvalidInputError("token_type_ids other than 0 are not part of a branch's identity and cannot be stored")
-    for name, value in inputs.items():
-        if isinstance(value, Tensor) and name not in _PLAIN_INPUTS and name not in _CACHE_NAMES:
-            raise InvalidInputError(f"the input {name!r} is not part of a branch's identity and cannot be stored yet")
 
 
 @contextlib.contextmanager

@@ -1,7 +1,6 @@
-"""A transformers `Cache` that is a branch: what a layer writes goes straight into the branch's workspace.
+"""A transformers `Cache` that is a branch: what the layers write goes straight into the branch's workspace.
 
-The attention that reads it is transformers' own, on the same shapes as with a stock `DynamicCache`, so that logits are
-bit-identical to it. Sliding layers keep all tokens and show a window, so that a branch can be cut anywhere.
+It drives the passes of one branch; what a layer does in a pass is in `layers`.
 """
 
 from collections.abc import Sequence
@@ -13,117 +12,25 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     DummyLayer,
     DynamicCache,
-    DynamicLayer,
     LinearAttentionCacheLayerMixin,
 )
 
-from agentmem.adapter import Feed
-from agentmem.errors import InvalidInputError, SpecMismatchError, StaleCacheError
-from agentmem.kv.spec import LayerKind, LayerSpec
+from agentmem.adapter import Feed, Pass
+from agentmem.adapters.transformers.layers import (
+    BranchHybridLayer,
+    BranchHybridSlidingLayer,
+    BranchIndexedLayer,
+    BranchLayer,
+    BranchSlidingLayer,
+    BranchStateLayer,
+    CurrentPass,
+    check_states,
+)
+from agentmem.errors import InvalidInputError, SpecMismatchError
+from agentmem.kv.spec import KVSpec, LayerSpec, StateSpec
 
 CacheLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer
 """What transformers allows in a cache's `layers`."""
-
-
-class _Pass:
-    """One forward pass over a branch: where the new tokens go, and which layers have written them."""
-
-    __slots__ = ("is_running", "layers", "num_tokens", "num_written", "position")
-
-    def __init__(self) -> None:
-        self.layers: list[tuple[Tensor, Tensor]] = []
-        self.position = 0
-        self.num_tokens = 0
-        self.num_written = 0
-        self.is_running = False
-
-
-class BranchLayer(DynamicLayer):
-    """A full-attention layer whose keys and values live in the branch's workspace."""
-
-    def __init__(self, current: _Pass, index: int) -> None:
-        """Write to layer `index` of the pass."""
-        self._current = current
-        self._index = index
-        self._has_written = False
-        self.is_initialized = True
-
-    @property
-    def keys(self) -> Tensor | None:  # type: ignore[override]  # a stock layer owns its tensors; here they are views
-        """The visible keys `[1, H, T, D]`; a view. None before the first pass."""
-        return self._visible(0)
-
-    @property
-    def values(self) -> Tensor | None:  # type: ignore[override]  # as above
-        """The visible values `[1, H, T, D]`; a view. None before the first pass."""
-        return self._visible(1)
-
-    def start(self) -> None:
-        """Get ready for the next pass."""
-        self._has_written = False
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *_args: object, **_kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Write the new tokens' keys and values `[1, H, q, D]`; return all that the layer's queries may see.
-
-        Raises:
-            StaleCacheError: No forward pass of the model is running.
-            SpecMismatchError: Shape or dtype differ from the model that the store was opened with.
-        """
-        current = self._current
-        if not current.is_running or self._has_written:
-            raise StaleCacheError(
-                "this cache only works inside the forward pass of the model that the store was opened with"
-            )
-        keys, values = current.layers[self._index]
-        position, stop = current.position, current.position + current.num_tokens
-        _check_fits(key_states, keys, current.num_tokens)
-        _check_fits(value_states, values, current.num_tokens)
-        keys.narrow(2, position, current.num_tokens).copy_(key_states.detach())
-        values.narrow(2, position, current.num_tokens).copy_(value_states.detach())
-        self._has_written = True
-        current.num_written += 1
-        first = self._first_visible(position)
-        return keys.narrow(2, first, stop - first), values.narrow(2, first, stop - first)
-
-    def get_seq_length(self) -> int:
-        """Return the tokens cached so far, those of the running pass included once this layer has written them."""
-        current = self._current
-        return current.position + (current.num_tokens if self._has_written and current.is_running else 0)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many keys the next queries see, and the position of the first."""
-        position = self.get_seq_length()
-        first = self._first_visible(position)
-        return position + query_length - first, first
-
-    def _first_visible(self, _position: int) -> int:
-        return 0
-
-    def _visible(self, which: int) -> Tensor | None:
-        if not self._current.layers:
-            return None
-        first, stop = self._first_visible(self._current.position), self.get_seq_length()
-        return self._current.layers[self._index][which].narrow(2, first, stop - first)
-
-
-class BranchSlidingLayer(BranchLayer):
-    """A sliding-window or chunked layer: shows the last window - 1 tokens before the new ones, as a stock one keeps."""
-
-    is_sliding = True
-
-    def __init__(self, current: _Pass, index: int, window: int) -> None:
-        """Show at most `window` tokens to each query."""
-        super().__init__(current, index)
-        self.sliding_window = window
-
-    def get_max_length(self) -> int:
-        """Return the window."""
-        return self.sliding_window
-
-    def _first_visible(self, position: int) -> int:
-        return max(position - self.sliding_window + 1, 0)
 
 
 class BranchCache(DynamicCache):
@@ -131,72 +38,114 @@ class BranchCache(DynamicCache):
 
     It stands at the branch's tip and moves the branch with every forward pass. It is good until the branch moves by
     other hands, or until the `with` block that made it ends.
+
+    Attributes:
+        owner: The adapter whose hooks see the cache's passes.
+        feed: The branch's side.
+        begun: The running pass; None when there is none.
     """
+
+    is_compileable = False
 
     def __init__(self, feed: Feed, owner: object) -> None:
         """Stand for the branch behind `feed`; `owner` is the adapter whose hooks see its passes."""
         self.owner = owner
-        self._feed = feed
-        self._current = _Pass()
-        self._current.position = feed.position
-        spec = feed.spec
-        offsets = [sum(group.num_layers for group in spec.groups[:index]) for index in range(len(spec.groups))]
-        layers: list[CacheLayer] = [_make_layer(layer, self._current, offsets) for layer in spec.layers]
+        self.feed = feed
+        self.begun: Pass | None = None
+        self._current = CurrentPass(feed.position)
+        layers = make_layers(feed.spec, self._current)
         self._stored = [layer for layer in layers if isinstance(layer, BranchLayer)]
+        self._recurrent = [layer for layer in layers if isinstance(layer, BranchStateLayer)]
         Cache.__init__(self, layers=layers)
 
-    def begin(self, tokens: Sequence[int]) -> None:
+    def begin(self, tokens: Sequence[int]) -> Pass:
         """Announce a forward pass over `tokens` (see `Feed.begin`)."""
-        current = self._current
-        current.is_running = False
-        current.layers = self._feed.begin(tokens)
-        current.position = self._feed.position
-        current.num_tokens = len(tokens)
-        current.num_written = 0
-        for layer in self._stored:
-            layer.start()
-        current.is_running = True
+        self.abort()
+        self.begun = begun = self.feed.begin(tokens)
+        self._current.start(begun, self.feed.position, len(tokens))
+        for stored in self._stored:
+            stored.start()
+        for recurrent in self._recurrent:
+            recurrent.load()
+        return begun
 
     def commit(self) -> None:
         """Make the pass's tokens part of the branch.
 
         Raises:
-            SpecMismatchError: A layer did not write; the branch is unchanged.
+            SpecMismatchError: A layer did not write, or left states of another form; the branch is unchanged.
         """
-        current = self._current
-        current.is_running = False
-        if current.num_written != len(self._stored):
+        self.abort()
+        missing = [
+            index
+            for index, layer in enumerate(self.layers)
+            if (isinstance(layer, BranchLayer) and not layer.is_complete)
+            or (isinstance(layer, BranchStateLayer) and not layer.has_touched_all)
+        ]
+        if missing:
             raise SpecMismatchError(
-                f"{current.num_written} of {len(self._stored)} layers wrote KV in this pass; the branch is unchanged. "
-                f"Layers must not be skipped, and must use the cache that the model was given"
+                f"{len(missing)} layers, from layer {missing[0]} on, did not write all their KV and states in this "
+                f"pass; the branch is unchanged. Layers must not be skipped, and must use the cache that the model was "
+                f"given"
             )
-        self._feed.commit()
-        current.position = self._feed.position
+        self.feed.commit(self._take_states())
+        self._current.position = self.feed.position
+
+    def abort(self) -> None:
+        """End the running pass, if there is one; the branch is unchanged."""
+        self.begun, self._current.is_running = None, False
 
     @property
     def position(self) -> int:
         """Tokens that the model sees as cached."""
-        return self._feed.position
+        return self.feed.position
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Return which layers keep states only; none where all do.
+
+        transformers takes a cache of such layers alone for one that cannot say how many tokens it stands for, and feeds
+        all tokens again. This one can.
+        """
+        return super().is_linear if self._stored else [False] * len(self.layers)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Return whether there are layer states: those of the running pass, or those that the next one begins with."""
+        if self._current.is_running or not self._recurrent:
+            return bool(super().has_previous_state(layer_idx, state_idx))
+        return self.position > 0
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Hand out a convolution state, which the model may update in place; None before the first token."""
+        self._touch(layer_idx, "conv", state_idx)
+        state: Tensor | None = super().get_conv_state(layer_idx, state_idx)
+        return state
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Hand out a recurrent state, which the model may update in place; None before the first token."""
+        self._touch(layer_idx, "recurrent", state_idx)
+        state: Tensor | None = super().get_recurrent_state(layer_idx, state_idx)
+        return state
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the tokens cached so far."""
-        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
-        return layer.get_seq_length() if isinstance(layer, BranchLayer) else self._stored[0].get_seq_length()
+        layer = self._attention(layer_idx)
+        return self._current.position if layer is None else layer.get_seq_length()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return how many keys the next queries see in a layer, and the position of the first."""
-        layer = self.layers[layer_idx]
-        return (layer if isinstance(layer, BranchLayer) else self._stored[0]).get_mask_sizes(query_length)
+        layer = self._attention(layer_idx)
+        return (self._current.position + query_length, 0) if layer is None else layer.get_mask_sizes(query_length)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take the last `-tokens_to_remove` tokens back from the branch, as transformers' own caches do."""
         if tokens_to_remove > 0:
             raise InvalidInputError(f"crop takes minus the number of tokens to remove; found {tokens_to_remove}")
-        self._feed.crop(-tokens_to_remove)
-        self._current.position = self._feed.position
+        self.feed.crop(-tokens_to_remove)
+        self._current.position = self.feed.position
 
     def activate_past_recording(self) -> None:
-        """Do nothing: every layer keeps all tokens anyway."""
+        """Do nothing: every layer keeps all tokens anyway, and states are kept by the branch."""
 
     def reorder_cache(self, _beam_idx: Tensor) -> NoReturn:
         """Refuse: one branch has no beams."""
@@ -220,20 +169,47 @@ class BranchCache(DynamicCache):
         """Refuse: it would copy all KV."""
         raise InvalidInputError("don't copy a branch's cache; session.fork(name) makes a branch in microseconds")
 
+    def _attention(self, layer_idx: int) -> BranchLayer | None:
+        """Return the attention layer that is asked for, else the first one; None when there is none."""
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if isinstance(layer, BranchLayer):
+            return layer
+        return self._stored[0] if self._stored else None
 
-def _make_layer(layer: LayerSpec, current: _Pass, offsets: list[int]) -> BranchLayer | DummyLayer:
+    def _touch(self, layer_idx: int, name: str, state_idx: int) -> None:
+        layer = self.layers[layer_idx]
+        if isinstance(layer, BranchStateLayer):
+            layer.touch(name, state_idx)
+
+    def _take_states(self) -> list[Tensor]:
+        """Collect the layer states after the pass, in the order of the spec; the layers forget them."""
+        found: dict[int, Tensor] = {}
+        for layer in self._recurrent:
+            found |= layer.unload()
+        states = [found[place] for place in sorted(found)]
+        check_states(states, self.feed.spec.states)
+        return states
+
+
+def make_layers(spec: KVSpec, current: CurrentPass) -> list[CacheLayer]:
+    """Make the cache layers of a model, in order."""
+    offsets = [sum(group.num_layers for group in spec.groups[:index]) for index in range(len(spec.groups))]
+    states: dict[int, list[tuple[int, StateSpec]]] = {}
+    for place, state in enumerate(spec.states):
+        states.setdefault(state.layer, []).append((place, state))
+    return [_make_layer(layer, current, offsets, states.get(index, [])) for index, layer in enumerate(spec.layers)]
+
+
+def _make_layer(
+    layer: LayerSpec, current: CurrentPass, offsets: list[int], states: list[tuple[int, StateSpec]]
+) -> CacheLayer:
     if layer.group is None:
-        return DummyLayer()
+        return BranchStateLayer(current, states) if states else DummyLayer()
     index = offsets[layer.group] + layer.row
-    if layer.kind in {LayerKind.SLIDING, LayerKind.CHUNKED} and layer.window is not None:
+    if layer.window is not None:
+        if states:
+            return BranchHybridSlidingLayer(current, index, layer.window, states)
         return BranchSlidingLayer(current, index, layer.window)
-    return BranchLayer(current, index)
-
-
-def _check_fits(states: Tensor, slots: Tensor, num_tokens: int) -> None:
-    wanted = (1, slots.shape[1], num_tokens, slots.shape[3])
-    if tuple(states.shape) != wanted or states.dtype != slots.dtype:
-        raise SpecMismatchError(
-            f"a layer wrote KV {list(states.shape)} in {states.dtype}; the store was opened for {list(wanted)} in "
-            f"{slots.dtype}. Open it with the model in the dtype it runs in, without autocast"
-        )
+    if layer.indexer_group is not None:
+        return BranchIndexedLayer(current, index, offsets[layer.indexer_group] + layer.indexer_row)
+    return BranchHybridLayer(current, index, states) if states else BranchLayer(current, index)

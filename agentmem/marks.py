@@ -76,7 +76,7 @@ class Mark:
 
 
 Marks = tuple[Mark, ...]
-"""The marks of a branch, by `start`; they do not overlap."""
+"""The marks of a branch, by `start`. A splice may have moved media with it: only those overlap."""
 
 
 def pack_marks(marks: Marks, start: int, stop: int) -> list[bytes]:
@@ -108,6 +108,11 @@ def without_splices(marks: Marks, start: int) -> Marks:
         for mark in marks
         if mark.kind is not MarkKind.SPLICE or mark.start < start
     )
+
+
+def num_spliced(marks: Marks, stop: int) -> int:
+    """Return how many of the first `stop` tokens have KV that was moved from elsewhere."""
+    return sum(max(min(mark.stop, stop) - mark.start, 0) for mark in marks if mark.kind is MarkKind.SPLICE)
 
 
 def marks_between(marks: Iterable[Mark], start: int, stop: int) -> Marks:

@@ -1,0 +1,275 @@
+"""The forward passes of a model over branches.
+
+Hooks on the model see every pass that is given a branch's cache, whoever runs it: they check its inputs, learn the
+token ids, add what the branch knows beside them (positions, media, the encoder's output) and, when all layers have
+written, advance the branch. A pass that fails leaves the branch as it was, and every pass leaves the model as it was.
+"""
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from agentmem.adapter import Feed
+from agentmem.adapters.transformers.cache import BranchCache
+from agentmem.adapters.transformers.causality import check_causal
+from agentmem.adapters.transformers.continuation import needs_single_steps
+from agentmem.adapters.transformers.encoder import IDS, MASK, BranchPairCache, Encoder
+from agentmem.adapters.transformers.geometry import cache_argument
+from agentmem.adapters.transformers.inputs import check_plain, check_positions, read_tokens
+from agentmem.adapters.transformers.media import MediaInputs, media, text_token
+from agentmem.adapters.transformers.positions import MultiAxisPositions, delta_holder
+from agentmem.adapters.transformers.regimes import RotaryRegimes
+from agentmem.errors import InvalidInputError, UnsupportedModelError
+from agentmem.kv.spec import KVSpec
+from agentmem.marks import Marks
+
+CACHE_NAMES = ("cache", "past_key_values")
+"""Under which names a model may be given its cache."""
+
+Cache = BranchCache | BranchPairCache
+
+
+class Passes:
+    """Runs one model over branches.
+
+    Attributes:
+        media: What the model takes beside tokens; of no use for one with an encoder.
+        encoder: The encoder's side of the model; None for a decoder-only one.
+        regimes: Its rotary modules whose frequencies depend on the length.
+    """
+
+    def __init__(self, model: PreTrainedModel, spec: KVSpec) -> None:
+        """Put hooks on the model, until `close`.
+
+        Raises:
+            UnsupportedModelError: Its KV depends on something that can't be kept with a branch.
+        """
+        holder = delta_holder(model)
+        self._model = model
+        self._cache_argument = cache_argument(model)
+        self._takes = inspect.signature(model.forward).parameters.keys()
+        self._needs_single_steps = needs_single_steps(model, spec)
+        self.encoder = Encoder(model) if model.config.is_encoder_decoder else None
+        self.media = MediaInputs(model, needs_token_types=holder is not None)
+        first_text = text_token(self.media.placeholders)
+        self._axes = None if holder is None else MultiAxisPositions(model, holder, first_text)
+        if self.encoder is None:
+            check_causal(model, self._text_positions, self.media.placeholders)
+        self._running: dict[int, BranchCache] = {}
+        self._generating: dict[int, BranchCache] = {}
+        self.regimes = RotaryRegimes(model, self._running_regime)
+        if self.regimes.is_needed and (self._axes is not None or self.encoder is not None):
+            self.regimes.close()
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has rotary frequencies that depend on the length, and beside them an encoder "
+                f"or positions of several axes: agentmem knows the one without the others"
+            )
+        self._hooks = [
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+        ]
+
+    def close(self) -> None:
+        """Leave the model as it was found."""
+        self.regimes.close()
+        for hook in self._hooks:
+            hook.remove()
+
+    def cache(self, feed: Feed) -> Cache:
+        """Return the cache that stands for a branch."""
+        return BranchCache(feed, self) if self.encoder is None else self.encoder.cache(feed, self)
+
+    def run(self, feed: Feed, tokens: Sequence[int], num_logits: int) -> Tensor:
+        """Feed `tokens`, in as many passes as the model needs; return the logits `[num_logits, V]` of the last ones."""
+        stops = self._stops(feed, len(tokens))
+        kept: list[Tensor] = []
+        for first, stop in zip([0, *stops], stops, strict=False):
+            wanted = min(stop - first, num_logits - (len(tokens) - stop))
+            logits = self._run(feed, tokens[first:stop], max(wanted, 1))
+            kept.extend([logits] if wanted > 0 else [])
+        return kept[0] if len(kept) == 1 else torch.cat(kept)
+
+    def generate(self, feed: Feed, tokens: Sequence[int], settings: Mapping[str, object]) -> list[int]:
+        """Continue `tokens` with transformers' generation; return the new ids."""
+        if self._needs_single_steps and 0 < feed.position < len(tokens) - 1:
+            self.run(feed, tokens[feed.position : -1], 1)
+        cache = self.cache(feed)
+        given = {**settings, self._cache_argument: cache}
+        with self._in_generation(_branch_of(cache)):
+            output = self._generate(feed, tokens, given)
+        return [int(token) for token in output[0, len(tokens) :]]
+
+    # -- inside
+
+    def _run(self, feed: Feed, tokens: Sequence[int], num_logits: int) -> Tensor:
+        ids = torch.tensor([list(tokens)], dtype=torch.long, device=self._model.device)
+        options: dict[str, object] = {self._cache_argument: self.cache(feed), "use_cache": True}
+        if "logits_to_keep" in self._takes:
+            options["logits_to_keep"] = num_logits
+        with torch.no_grad():
+            logits: Tensor = self._model(**{self._ids_name: ids}, **options).logits[0]
+        return logits[-num_logits:]
+
+    def _generate(self, feed: Feed, tokens: Sequence[int], settings: dict[str, object]) -> Tensor:
+        if self.encoder is not None:
+            return self.encoder.generate(tokens, settings)
+        ids = torch.tensor([list(tokens)], dtype=torch.long, device=self._model.device)
+        settings["attention_mask"] = torch.ones_like(ids)
+        if self._axes is not None:  # else transformers would leave this branch's delta on the model
+            marks = media(feed.marks, len(tokens))
+            settings["position_ids"] = self._axes.of(0, tokens, marks, _Known(feed, self.media))
+        output: Tensor = self._model.generate(ids, **settings)  # type: ignore[operator]  # mixin method, seen as a module
+        return output
+
+    def _stops(self, feed: Feed, num_tokens: int) -> list[int]:
+        """Return where to end the passes over the next tokens, counted from the first of them."""
+        start = feed.position
+        if self._needs_single_steps and start > 0:
+            return list(range(1, num_tokens + 1))
+        return [stop - start for stop in self.media.stops(feed.marks, start, start + num_tokens)]
+
+    @property
+    def _ids_name(self) -> str:
+        return "input_ids" if self.encoder is None else IDS
+
+    @contextlib.contextmanager
+    def _in_generation(self, cache: BranchCache) -> Iterator[None]:
+        thread = threading.get_ident()
+        before = self._generating.get(thread)
+        self._generating[thread] = cache
+        try:
+            yield
+        finally:
+            del self._generating[thread]
+            if before is not None:
+                self._generating[thread] = before
+
+    def _running_regime(self) -> bytes | None:
+        """Return the rotary regime of our pass that runs in this thread; None when there is none."""
+        cache = self._running.get(threading.get_ident())
+        return None if cache is None else cache.feed.regime
+
+    # -- hooks
+
+    def _before(
+        self, _module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
+        thread = threading.get_ident()
+        self._running.pop(thread, None)  # a pass that was interrupted may have left it
+        kwargs = self._with_cache(kwargs)
+        cache = self._own_cache(args, kwargs)
+        if cache is None:
+            return None
+        branch = _branch_of(cache)
+        tokens = read_tokens(self._ids_name, args if self.encoder is None else (), kwargs)
+        added = self._begin_decoder(branch, tokens, kwargs) if isinstance(cache, BranchCache) else {}
+        if isinstance(cache, BranchPairCache) and self.encoder is not None:
+            check_plain(kwargs, cache.branch.position, len(tokens), MASK)
+            added = {MASK: None, **self.encoder.begin(cache, tokens, kwargs)}
+        self._running[thread] = branch
+        return args, {**kwargs, **added}
+
+    def _after(self, _module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
+        """Advance the branch; also called, with no output, when the pass failed."""
+        cache = self._own_cache(args, kwargs)
+        is_running = self._running.pop(threading.get_ident(), None) is not None
+        if cache is None or not is_running:
+            return
+        if output is None:
+            _branch_of(cache).abort()
+        elif isinstance(cache, BranchPairCache) and self.encoder is not None:
+            self.encoder.commit(cache)
+        else:
+            _branch_of(cache).commit()
+
+    def _begin_decoder(
+        self, cache: BranchCache, tokens: Sequence[int], kwargs: Mapping[str, object]
+    ) -> dict[str, object]:
+        """Check a decoder-only model's pass and begin it; return what the model is given beside the tokens."""
+        feed, start, stop = cache.feed, cache.position, cache.position + len(tokens)
+        if self._needs_single_steps and start and len(tokens) > 1:
+            raise InvalidInputError(
+                f"{type(self._model).__name__} forgets its state when it is fed several tokens on top of it; found "
+                f"{len(tokens)} at position {start:,}: feed them one at a time"
+            )
+        unused = check_plain(kwargs, start, len(tokens), "attention_mask")
+        for name in unused:
+            self.media.check_neutral(name)
+        self.media.check_pass(feed.marks, start, tokens)
+        self.regimes.regime(stop)
+        added: dict[str, object] = dict.fromkeys(unused)
+        positions = self._positions(feed, start, tokens, kwargs)
+        if positions is not None:
+            added["position_ids"] = positions
+        added |= self.media.of(feed, start, stop)
+        cache.begin(tokens)
+        return added
+
+    def _text_positions(self, start: int, stop: int) -> Tensor | None:
+        """Return the positions of text that has no media before it; None for a model that takes none.
+
+        Always given: some models count from 0 in each pass when they are not.
+        """
+        if self._axes is not None:
+            return self._axes.of_text(start, stop)
+        if "position_ids" not in self._takes:
+            return None
+        return torch.arange(start, stop, device=self._model.device)[None]
+
+    def _positions(self, feed: Feed, start: int, tokens: Sequence[int], kwargs: Mapping[str, object]) -> Tensor | None:
+        """Return the positions of a pass, having checked those that the user gave."""
+        marks = media(feed.marks, start + len(tokens))
+        if self._axes is None or not marks:
+            positions = self._text_positions(start, start + len(tokens))
+        else:
+            positions = self._axes.of(start, tokens, marks, _Known(feed, self.media))
+        if positions is not None and threading.get_ident() not in self._generating:
+            check_positions(kwargs.get("position_ids"), positions, start)
+        return positions
+
+    def _with_cache(self, kwargs: dict[str, object]) -> dict[str, object]:
+        """Put our cache back when a model has thrown it away in the middle of a generation.
+
+        Some models with two rotary regimes do, to compute all tokens again at the border: the branch does that itself.
+        """
+        cache = self._generating.get(threading.get_ident())
+        ids, positions = kwargs.get("input_ids"), kwargs.get("position_ids")
+        if cache is None or not self.regimes.has_border or not isinstance(ids, Tensor) or self._own_cache((), kwargs):
+            return kwargs
+        start = cache.position
+        if ids.shape[0] != 1 or ids.shape[1] <= start or ids[0, :start].tolist() != cache.feed.tokens(start):
+            return kwargs  # another sequence, which a logits processor computes
+        rest = {"position_ids": positions[..., start:]} if isinstance(positions, Tensor) else {}
+        return {**kwargs, "input_ids": ids[:, start:], self._cache_argument: cache, **rest}
+
+    def _own_cache(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Cache | None:
+        """Return the cache that a pass was given, if it comes from here: a model may serve several stores."""
+        for value in (*(kwargs.get(name) for name in CACHE_NAMES), *args):
+            if isinstance(value, BranchCache | BranchPairCache) and _branch_of(value).owner is self:
+                return value
+        return None
+
+
+class _Known:
+    """What a feed knows of its sequence (see `positions.Known`)."""
+
+    def __init__(self, feed: Feed, inputs: MediaInputs) -> None:
+        self._feed = feed
+        self._inputs = inputs
+
+    def tokens(self, stop: int) -> list[int]:
+        """Return the first `stop` tokens."""
+        return self._feed.tokens(stop)
+
+    def positional(self, marks: Marks, num_tokens: int) -> Mapping[str, object]:
+        """Return the inputs that positions may depend on."""
+        return self._inputs.positional(self._feed, marks, num_tokens)
+
+
+def _branch_of(cache: Cache) -> BranchCache:
+    return cache if isinstance(cache, BranchCache) else cache.branch
