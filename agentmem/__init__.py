@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from agentmem.branch import Branch, Generation
     from agentmem.chat.conversation import Reply
+    from agentmem.explain.explanation import Explanation
     from agentmem.session import Session
     from agentmem.store import Store
     from agentmem.tree.checkpoint import Checkpoint
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "Branch": "agentmem.branch",
     "Checkpoint": "agentmem.tree.checkpoint",
+    "Explanation": "agentmem.explain.explanation",
     "Generation": "agentmem.branch",
     "Reply": "agentmem.chat.conversation",
     "Session": "agentmem.session",
@@ -60,6 +62,7 @@ __all__ = [
     "Config",
     "CorruptionError",
     "Finding",
+    "Explanation",
     "FormatVersionError",
     "Generation",
     "InvalidInputError",

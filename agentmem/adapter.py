@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from agentmem.batching import BatchModel, Sampler, SamplerOptions
 from agentmem.ids import Fingerprint
 from agentmem.kv.spec import KVSpec
 from agentmem.marks import Mark, MarkKind, Marks
@@ -270,6 +271,18 @@ class Adapter(Protocol):
 
     def generate(self, feed: Feed, tokens: Sequence[int], options: Mapping[str, object]) -> list[int]:
         """Continue `tokens`, of which the first `feed.position` are cached; return the new ids as sampled."""
+        ...
+
+    def batch_model(self) -> BatchModel:
+        """Return how the model feeds several branches at once, proven on it when it is first asked for."""
+        ...
+
+    def sampler(self, prompt: Sequence[int], options: SamplerOptions) -> Sampler:
+        """Return what chooses the tokens that continue `prompt`, as `generate` would with these options.
+
+        Raises:
+            InvalidInputError: An option is not known, or its value is wrong.
+        """
         ...
 
     def cache(self, feed: Feed) -> object:

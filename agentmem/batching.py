@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from agentmem.tiers.frontier import LayerKV, SharedKV
-from agentmem.tree.marks import Mark, Marks
+from agentmem.marks import Mark, Marks
 
 
 class BatchMode(StrEnum):

@@ -114,6 +114,11 @@ class Branch(Talk):
         return self._entry.state.num_pending
 
     @property
+    def num_fed(self) -> int:
+        """Tokens that the model was fed through this branch, since it was made or its session was opened."""
+        return self._entry.state.num_fed
+
+    @property
     def tip(self) -> Checkpoint | None:
         """The checkpoint that the branch points at; None before the first."""
         tip = self._entry.tip
@@ -140,7 +145,7 @@ class Branch(Talk):
         return self._owner.adapter.decode(self.tokens)
 
     @contextlib.contextmanager
-    def conversation(self) -> Iterator[Conversation]:
+    def _conversation(self) -> Iterator[Conversation]:
         """Keep other threads out while messages are sent: what `send` and `chat` are made of."""
         with self._owner.using(self._entry):
             yield Conversation(self._owner, self, self._entry)
@@ -307,8 +312,8 @@ class Branch(Talk):
     def truncate(self, name: str, *, keep_last: int, sinks: int = 4) -> "Branch":
         """Make a branch `name` of the first `sinks` and the last `keep_last` tokens, whose KV is moved (see `edit`).
 
-        Attention leans on the first tokens of a text: without them (`sinks=0`) a model goes astray
-        (docs/benchmarks.md). A branch with no more tokens than that is forked.
+        Attention leans on the first tokens of a text: without them (`sinks=0`) a model goes astray (docs/edits.md). A
+        branch with no more tokens than that is forked.
 
         Raises:
             InvalidInputError: A number is out of range.

@@ -92,6 +92,11 @@ class Prefix:
         return self._runtime.adapter.spec
 
     @property
+    def runtime(self) -> Runtime:
+        """What all branches of the store share."""
+        return self._runtime
+
+    @property
     def workspace(self) -> Workspace:
         """Where the KV is while the model runs."""
         return self._workspace

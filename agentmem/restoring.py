@@ -18,10 +18,13 @@ _DAMAGED = (CorruptionError, SpecMismatchError)
 class Restoring(Prefix):
     """A prefix that can be brought onto the device."""
 
-    def restore(self) -> Loaded:
+    def restore(self, *, is_next: bool = True) -> Loaded:
         """Bring the branch's KV and layer state onto the device: only what is not there already.
 
         What cannot be had is not computed here: it becomes pending, and `loss` says why.
+
+        Args:
+            is_next: Whether the model goes on with this branch alone: its KV goes to where such passes read it.
         """
         have = self.cursor.length
         loaded = Loaded(from_tier={"device": have} if have else {})
@@ -33,7 +36,7 @@ class Restoring(Prefix):
                 self._lose(loaded.reason)
         self._restore_state(loaded)
         self._restore_root()
-        moved = self._workspace.select(self.cursor)
+        moved = self._workspace.select(self.cursor) if is_next else 0
         loaded.nbytes += moved * self.spec.token_nbytes
         _limit(loaded, self.num_computed)
         return loaded

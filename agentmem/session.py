@@ -4,9 +4,10 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from agentmem.adapter import Adapter
+from agentmem.batch.batch import Batch, Member
 from agentmem.branch import Branch
 from agentmem.chat.lint import LintMemory
 from agentmem.checkpoints import BranchEntry
@@ -61,6 +62,7 @@ class Session(Verbs):
         self._tick = tick
         self._last_used: dict[str, int] = {}
         self._in_use: BranchEntry | None = None
+        self._batched: tuple[Collection[BranchEntry], ...] = ()
         self._lock = threading.RLock()
         self._worker: int | None = None  # the thread that holds the lock
         self._is_closed = False
@@ -132,6 +134,15 @@ class Session(Verbs):
         return render(self.ledger.tree, title=self.name, branches=records, active=self._active, notes=notes)
 
     # -- verbs of the tree
+
+    def batch(self, branches: Iterable[str | Branch]) -> Batch:
+        """Continue several branches together: `with session.batch(["a", "b"]) as batch` (see `Batch`).
+
+        Raises:
+            NotFoundError: The session has no such branch.
+            InvalidInputError: A branch is named twice, or none is.
+        """
+        return Batch(branches, self._member)
 
     def fork(self, name: str, *, at: Checkpoint | str | None = None, branch: str | None = None) -> Branch:
         """Make a branch at a checkpoint, or where a branch stands now. Microseconds; no KV is copied.
@@ -240,7 +251,7 @@ class Session(Verbs):
             InvalidInputError: This thread is in the middle of an operation of the session.
         """
         with self._guarded():
-            if self._in_use is not None:
+            if self.is_in_use:
                 self._check_same_model()
             yield
 
@@ -261,7 +272,7 @@ class Session(Verbs):
             Candidate(
                 key=(self, entry.name),
                 last_used=self._last_used.get(entry.name, 0),
-                is_pinned=entry is self._in_use or (is_current and entry.name == self._active),
+                is_pinned=self._is_needed(entry) or (is_current and entry.name == self._active),
             )
             for entry in self._entries.values()
             if entry.state.cursor.length
@@ -273,7 +284,7 @@ class Session(Verbs):
             return False
         try:
             entry = self._entries.get(name)
-            if entry is None or entry is self._in_use:
+            if entry is None or self._is_needed(entry):
                 return False
             others = [
                 other.state for other in self._entries.values() if other is not entry and other.state.cursor.length
@@ -282,7 +293,7 @@ class Session(Verbs):
             self.ledger.demote(entry.state, shared)
             hot = [other for other in self._entries.values() if other.state.cursor.length]
             self.ledger.states.cool_all_but(hot)
-            if not hot and self._in_use is None:
+            if not hot and not self.is_in_use:
                 self.ledger.workspace.clear()
             return True
         finally:
@@ -291,7 +302,7 @@ class Session(Verbs):
     @property
     def is_in_use(self) -> bool:
         """Whether an operation of the session is running."""
-        return self._in_use is not None
+        return self._in_use is not None or len(self._batched) > 0
 
     @contextlib.contextmanager
     def using(self, entry: BranchEntry) -> Iterator[None]:
@@ -312,6 +323,26 @@ class Session(Verbs):
                 yield
             finally:
                 self._in_use = before
+
+    @contextlib.contextmanager
+    def batching(self, entries: Collection[BranchEntry]) -> Iterator[None]:
+        """Keep other threads out, and `entries` on the device, while a batch of them runs; it may change them."""
+        if self._worker != threading.get_ident():
+            self._follow_model()
+        with self._guarded():
+            before, self._batched = self._batched, (*self._batched, entries)
+            try:
+                yield
+            finally:
+                self._batched = before
+
+    def entry(self, name: str) -> BranchEntry:
+        """Return what is kept of a branch.
+
+        Raises:
+            NotFoundError: The session has no such branch; lists those it has.
+        """
+        return self._entry(name)
 
     def library(self, entry: BranchEntry) -> LiveLibrary:
         """Return the store as it stands, for explaining what a prompt would reuse: `entry` is compared first."""
@@ -334,6 +365,10 @@ class Session(Verbs):
             finally:
                 self._worker = before
 
+    def _is_needed(self, entry: BranchEntry) -> bool:
+        """Say whether a running operation needs the branch on the device."""
+        return entry is self._in_use or any(entry is each for entries in self._batched for each in entries)
+
     def _check_same_model(self) -> None:
         if self.adapter.look() != self.ledger.record.fingerprint:
             raise InvalidInputError(
@@ -350,6 +385,10 @@ class Session(Verbs):
     def chosen(self, name: str | None) -> Branch:
         """Return the branch called `name`; the active one for None."""
         return self.branch(self._active if name is None else name)
+
+    def _member(self, branch: str | Branch) -> Member:
+        name = branch if isinstance(branch, str) else branch.name
+        return Member(name, self, self._entry(name))
 
     def _make_hot(self, entry: BranchEntry, operation: str) -> None:
         with self.using(entry):

@@ -80,6 +80,15 @@ class BranchState(Restoring):
             self.tokens.extend(sampled[len(self.tokens) - len(prompt) :])
             return sampled
 
+    def feed(self, tokens: Sequence[int], num_logits: int) -> Tensor:
+        """Feed tokens, those that are pending first; return the logits `[num_logits, V]` of the last ones."""
+        border = len(tokens) - max(num_logits, 1)
+        return self._feed(list(tokens[:border]), list(tokens[border:]))
+
+    def last_logits(self) -> Tensor:
+        """Return the logits `[1, V]` of the last token, which is fed again; nothing is pending."""
+        return self._feed_last_again()
+
     def compute(self, *, keep: int) -> None:
         """Feed pending tokens, all but the last `keep`, in passes of at most `prefill_chunk_tokens`."""
         stop = media_start(self.marks, max(len(self.tokens) - keep, 0))

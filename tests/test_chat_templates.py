@@ -286,6 +286,25 @@ def test_a_changed_message_is_found_in_every_template(open_session, name):
     assert "4+4" in report.difference.new
 
 
+@pytest.mark.parametrize("stop", [True, False])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_without_its_note_a_branch_is_gone_on_with_all_the_same(open_session, name, stop):
+    session, tokenizer = open_session(TEMPLATES[name])
+    tokens = tokenizer.encode("It is 4.", add_special_tokens=False)
+    first = session.chat("What is 2+2?", **say([*tokens, STOP] if stop and name != "plain" else tokens))
+    session.active.extras.clear()
+    session.fork("listed")
+    session.send("And 3+3?")
+    log = [user("What is 2+2?"), first.message, user("And 3+3?")]
+    report = session.send(log, branch="listed")
+    text = rendered(tokenizer, log)
+
+    assert "".join(session.active.text.split()) == "".join(text.split())
+    assert session.active.messages == [user("And 3+3?")]
+    assert session.branch("listed").messages == log
+    assert report.difference is None or name in {"mistral", "llama2"}  # a space that these put beside an answer
+
+
 # -- one template's ways
 
 
@@ -310,6 +329,19 @@ def test_qwen3_without_thinking_puts_an_empty_block_into_the_header(open_session
     assert session.branch("main~1").text.count("<think>\n\n</think>\n\n") == 2
     assert second.report.difference is None
     assert sent.difference.change is ChatChange.THINKING_STRIPPED
+
+
+def test_qwen3_thinking_that_was_sent_is_stripped_as_well(open_session):
+    session, _ = open_session(QWEN3)
+    session.send(user("What is 2+2?"))
+    session.send(assistant("<think>two and two</think>It is 4."))
+    rewritten = session.active.text
+    report = session.send(user("Sure?"), thinking="strip")
+
+    assert "<think>\ntwo and two\n</think>\n\nIt is 4." in rewritten
+    assert (report.difference.change, report.difference.message) == (ChatChange.THINKING_STRIPPED, 1)
+    assert session.active.messages == [user("What is 2+2?"), assistant("It is 4."), user("Sure?")]
+    assert "two and two" not in session.active.text
 
 
 def test_qwen3_tool_results_share_one_turn(open_session):

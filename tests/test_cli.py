@@ -19,7 +19,7 @@ from agentmem.tree import rows
 from agentmem.tree.catalog import Catalog
 
 PROMPT = [token % 500 for token in range(200)]
-COMMANDS = ["ls", "log", "show", "stats", "du", "check", "gc", "rm", "compact", "export", "import"]
+COMMANDS = ["ls", "log", "show", "explain", "stats", "du", "check", "gc", "rm", "compact", "export", "import"]
 
 KEYS = {
     "ls": {"store", "sessions", "damaged"},
@@ -258,7 +258,7 @@ def test_the_keys_of_a_document_stay(ask, store, words):
 
 
 def test_every_command_has_its_document_tested_or_moves_data():
-    assert {words.split()[0] for words in KEYS} | {"rm", "export", "import"} == set(COMMANDS)
+    assert {words.split()[0] for words in KEYS} | {"explain", "rm", "export", "import"} == set(COMMANDS)
 
 
 def test_ids_are_hex_and_numbers_that_json_lacks_are_text(ask, original):

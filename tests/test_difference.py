@@ -92,7 +92,7 @@ def test_a_common_prefix_is_counted_as_one_token_after_the_other(data, cut, is_c
 
 
 @pytest.mark.parametrize("kind", ["one token more", "another token every 20", "nothing the same", "one token repeated"])
-def test_long_sequences_are_compared_in_less_than_a_second(kind):
+def test_long_sequences_are_compared_in_less_than_a_second_of_one_core(kind):
     stored = [random.randrange(50_000) for _ in range(100_000)]
     asked = {
         "one token more": [*stored[:10], 60_000, *stored[10:]],
@@ -101,10 +101,10 @@ def test_long_sequences_are_compared_in_less_than_a_second(kind):
         "one token repeated": [stored[0], *[7] * 100_000],
     }[kind]
 
-    started = time.perf_counter()
+    started_s = time.process_time()
     difference(stored, asked)
 
-    assert time.perf_counter() - started < FAST_S
+    assert time.process_time() - started_s < FAST_S
 
 
 # -- text

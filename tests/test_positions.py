@@ -4,6 +4,7 @@ Every answer is compared with the model's own, over all tokens in one pass.
 """
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -90,33 +91,35 @@ def test_dynamic_positions_are_exact_up_to_the_trained_length(ntk, store_path):
     assert is_at_limit
 
 
-@pytest.mark.parametrize("act", ["forward", "append", "generate", "cache"])
+def feed_by_hand(model, session, tokens):
+    with session.cache() as cache:
+        model(torch.tensor([tokens]), cache=cache)
+
+
+TOO_FAR = {
+    "forward": lambda model, session: session.forward(TOKENS[LIMIT - 2 : LIMIT + 40]),
+    "append": lambda model, session: (session.append(TOKENS[LIMIT - 2 : LIMIT + 2]), session.forward()),
+    "generate": lambda model, session: session.generate(max_new_tokens=5, do_sample=False),
+    "cache": lambda model, session: feed_by_hand(model, session, TOKENS[LIMIT - 2 : LIMIT + 1]),
+}
+
+
+@pytest.mark.parametrize("act", TOO_FAR)
 def test_a_pass_beyond_the_trained_length_is_refused_before_anything_is_computed(act, ntk, store_path):
     with agentmem.open(store_path, model=ntk, config=CHUNKED) as store:
         session = store.create("s")
         session.forward(TOKENS[: LIMIT - 2])
-        if act == "append":
-            session.append(TOKENS[LIMIT - 2 : LIMIT + 2])
-        tokens, num_pending = session.active.tokens, session.active.num_pending
         before = store.stats()["tokens_fed"]
         with pytest.raises(UnsupportedModelError, match=r"'dynamic'.* 64 tokens") as error:
-            if act == "forward":
-                session.forward(TOKENS[LIMIT - 2 : LIMIT + 40])
-            elif act == "append":
-                session.forward()
-            elif act == "generate":
-                session.generate(max_new_tokens=5, do_sample=False)
-            else:
-                with session.cache() as cache:
-                    ntk(torch.tensor([TOKENS[LIMIT - 2 : LIMIT + 1]]), cache=cache)
+            TOO_FAR[act](ntk, session)
         num_fed = store.stats()["tokens_fed"] - before
-        after = session.active.tokens, session.active.num_pending
-        session.rewind(tokens=len(after[0]) - (LIMIT - 2))
+        num_added = session.active.num_tokens - (LIMIT - 2)
+        session.rewind(tokens=num_added)
         logits = session.forward(TOKENS[LIMIT - 2 : LIMIT])
         is_usable = is_stock(ntk, session.active, logits)
 
     assert "yarn" in str(error.value)
-    assert after == (tokens, num_pending)
+    assert num_added == (4 if act == "append" else 0)
     assert num_fed == 0 or act == "generate"  # which finds out when it gets there
     assert is_usable
 
@@ -320,6 +323,24 @@ def test_somebody_else_may_use_the_model_between_our_passes_and_finds_it_as_it_w
 
     assert all(right)
     assert all(theirs)
+
+
+def test_threads_in_different_regimes_do_not_disturb_each_other(phi3, store_path):
+    lengths = {"short": LIMIT // 2, "long": LIMIT + 20}
+
+    def work(session, length):
+        session.append(TOKENS[:length])
+        for token in range(12):
+            logits = session.forward([token])
+        return logits
+
+    with agentmem.open(store_path, model=phi3, config=CONFIG) as store:
+        sessions = {name: store.create(name) for name in lengths}
+        with ThreadPoolExecutor(2) as pool:
+            futures = {name: pool.submit(work, sessions[name], length) for name, length in lengths.items()}
+            right = [is_stock(phi3, sessions[name].active, future.result()) for name, future in futures.items()]
+
+    assert all(right)
 
 
 def test_a_pass_that_fails_leaves_the_regime_to_nobody(phi3, store_path):

@@ -84,7 +84,7 @@ class Planner:
         """Keep what the branch has in common with the whole list; append the rest."""
         sent = self._sent(messages, is_prompt=is_prompt)
         alignment = self._aligner().align(self.tokens, sent.encoded.tokens)
-        if alignment.num_kept < len(self.tokens):
+        if alignment.num_kept < len(self.tokens) or len(alignment.anchors) > 1:
             sent = dataclasses.replace(sent, encoded=self._respelled(sent))
             alignment = self._aligner().align(self.tokens, sent.encoded.tokens)
         num_kept = alignment.num_kept
@@ -147,13 +147,12 @@ class Planner:
 
     def _turns(self, sent: Sent, alignment: Alignment, tokens: list[int]) -> list[Turn]:
         """Return the turns of the branch once it holds the list, as `tokens`: those that stay are as they were."""
-        known = {turn.start: turn for turn in self.finished() if self.stop_of(turn) <= alignment.num_kept}
+        known = {(turn.role, turn.start, turn.end): turn for turn in self.finished()}
         turns: list[Turn] = []
-        for index, message in enumerate(sent.messages):
-            turn = known.get(alignment.place(_token_at(sent.encoded, sent.rendering.starts[index])))
-            if turn is None or turn.role != message["role"]:
-                turn = note_content(_turn(sent, index, alignment), tokens, self.template.decode)
-            turns.append(turn)
+        for index in range(len(sent.messages)):
+            turn = _turn(sent, index, alignment)
+            old = known.get((turn.role, turn.start, turn.end)) if (turn.end or 0) <= alignment.num_kept else None
+            turns.append(note_content(turn, tokens, self.template.decode) if old is None else old)
         return turns
 
     def after(self, plan: Plan) -> "Planner":
@@ -181,7 +180,7 @@ class Planner:
         shift = num_kept - num_there
         turns = self.finished()
         if message is not None:
-            turns.append(note_content(_delta_turn(message, delta, encoded, shift), tokens, self.template.decode))
+            turns.append(note_content(delta_turn(message, delta, encoded, shift), tokens, self.template.decode))
         if is_prompt:
             turns.append(_open_turn(shift + _token_at(encoded, delta.prompt), len(tokens)))
         template_hash = self.log.template_hash or self.template_hash
@@ -240,7 +239,7 @@ class Planner:
             return closing.index(last) + 1
         marks = [token for token in self.tokens[self.log.stop :] if token in special]
         is_open = bool(marks) and marks[-1] not in closing  # a message was begun and not ended
-        return 0 if is_open else len(closing)
+        return 0 if is_open or special.isdisjoint(closing) else len(closing)
 
     def _is_only_closing(self, num_kept: int) -> bool:
         """Say whether nothing but what closes the last message lies behind the first `num_kept` tokens."""
@@ -271,7 +270,7 @@ def _turn(sent: Sent, index: int, alignment: Alignment) -> Turn:
     return Turn(message=sent.messages[index], start=first, body=second, end=max(second, third))
 
 
-def _delta_turn(message: Message, delta: Delta, encoded: Encoded, shift: int) -> Turn:
+def delta_turn(message: Message, delta: Delta, encoded: Encoded, shift: int) -> Turn:
     """Return a message that is appended as a turn of the branch."""
     body, end = (delta.prompt if place is None else place for place in (delta.body, delta.end))
     return Turn(

@@ -65,6 +65,16 @@ class Delta:
     end: int | None
     prompt: int
 
+    def alone(self) -> "Delta":
+        """Return the new message without what comes before it."""
+        return Delta(
+            text=self.text[self.start :],
+            start=0,
+            body=None if self.body is None else self.body - self.start,
+            end=None if self.end is None else self.end - self.start,
+            prompt=self.prompt - self.start,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renderer:
@@ -107,6 +117,13 @@ class Renderer:
                 return delta
         raise InvalidInputError(
             "the chat template does not say where the new message begins; send the whole list of messages"
+        )
+
+    def first(self, message: Message) -> Delta:
+        """Render the first message, with whatever the template puts before it."""
+        rendering = self.render([message], is_prompt=False)
+        return Delta(
+            text=rendering.text, start=0, body=rendering.bodies[0], end=rendering.ends[0], prompt=rendering.prompt
         )
 
     def _delta(self, outline: list[Message], message: Message | None, is_prompt: bool) -> Delta | None:

@@ -11,14 +11,14 @@ from agentmem.stats import ReuseReport
 class Talk:
     """A branch, as the messages that it holds."""
 
-    def conversation(self) -> contextlib.AbstractContextManager[Conversation]:
+    def _conversation(self) -> contextlib.AbstractContextManager[Conversation]:
         """Keep other threads out while messages are sent."""
         raise NotImplementedError
 
     @property
     def messages(self) -> list[Message]:
         """The messages that were sent to the branch or that the model answered, as far as its tokens have them."""
-        with self.conversation() as conversation:
+        with self._conversation() as conversation:
             return conversation.messages()
 
     def send(
@@ -51,7 +51,7 @@ class Talk:
             InvalidInputError: There is no chat template, or it refuses the messages. The branch is as it was.
         """
         options = ChatOptions(tools=tools, thinking=thinking, template_options=dict(template_options or {}))
-        with self.conversation() as conversation:
+        with self._conversation() as conversation:
             return conversation.send(messages, options)
 
     def chat(
@@ -83,5 +83,5 @@ class Talk:
             InvalidInputError: There is no chat template, or it refuses the messages, or an option is of no use here.
         """
         request = ChatOptions(tools=tools, thinking=thinking, template_options=dict(template_options or {}))
-        with self.conversation() as conversation:
+        with self._conversation() as conversation:
             return conversation.chat(messages, request, options)

@@ -6,18 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentmem.adapter import ChatTemplate
-from agentmem.chat.log import Turn, content_text, note_content
+from agentmem.chat.log import Turn, content_text, message_of, note_content
 from agentmem.chat.messages import has_thinking, message_without_thinking, thinking_spans
-from agentmem.chat.plan import Plan, Planner
+from agentmem.chat.plan import Plan, Planner, delta_turn
 from agentmem.chat.reason import Place
 from agentmem.stats import ChatChange
 
 _SHOWN = 80
+"""Characters of the branch shown on either side."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Tokens [start, stop) give way to `tokens`."""
+    """Tokens [start, stop) of a branch give way to `tokens`."""
 
     start: int
     stop: int
@@ -29,41 +30,46 @@ def plan_without_thinking(planner: Planner) -> Plan | None:
 
     What is left of an answer keeps the ids that the model sampled, but where a token spans its border.
     """
-    template, tokens, turns = planner.template, list(planner.tokens), planner.finished()
-    first, message = len(tokens), -1
+    tokens, turns, message = list(planner.tokens), planner.finished(), -1
     for index in range(len(turns)):
-        for cut in _cuts(turns[index], tokens, template):
+        turns[index], cuts = _without(planner, turns, index, tokens)
+        for cut in cuts:
             tokens[cut.start : cut.stop] = cut.tokens
             shift = len(cut.tokens) - (cut.stop - cut.start)
-            turns[index:] = [_shortened(turns[index], shift), *(_moved(turn, shift) for turn in turns[index + 1 :])]
-            first, message = min(first, cut.start), index if message < 0 else message
+            turns[index + 1 :] = [_moved(turn, shift) for turn in turns[index + 1 :]]
+            message = index if message < 0 else message
     if message < 0:
         return None
-    turns = [note_content(_rewritten(turn), tokens, template.decode) for turn in turns]
+    num_kept = _num_common(planner.tokens, tokens)
+    decode = planner.template.decode
     place = Place(
         message=message,
         position=0,
-        old=template.decode(planner.tokens[first : first + _SHOWN])[:_SHOWN],
-        new=template.decode(tokens[first : first + _SHOWN])[:_SHOWN],
+        old=decode(planner.tokens[num_kept : num_kept + _SHOWN])[:_SHOWN],
+        new=decode(tokens[num_kept : num_kept + _SHOWN])[:_SHOWN],
     )
     return Plan(
-        num_kept=first,
-        tokens=tokens[first:],
+        num_kept=num_kept,
+        tokens=tokens[num_kept:],
         num_before=len(tokens),
-        log=dataclasses.replace(planner.log, turns=tuple(turns)),
+        log=dataclasses.replace(planner.log, turns=tuple(note_content(turn, tokens, decode) for turn in turns)),
         change=ChatChange.THINKING_STRIPPED,
         place=place,
     )
 
 
-def _cuts(turn: Turn, tokens: Sequence[int], template: ChatTemplate) -> list[_Cut]:
-    """Return what to take out of a turn, the last block first, so that the others stay where they are."""
+def _without(planner: Planner, turns: list[Turn], index: int, tokens: list[int]) -> tuple[Turn, list[_Cut]]:
+    """Return a turn without thinking, and what to cut for that, the last place first."""
+    turn, template = turns[index], planner.template
     end = len(tokens) if turn.end is None else turn.end
-    if turn.role != "assistant" or turn.body >= end:
-        return []
+    if turn.role != "assistant" or not has_thinking(template.decode(tokens[turn.start : end])):
+        return turn, []
+    if "content" in turn.message or turn.body >= end:
+        return _rendered(planner, turns, index, tokens)
     text = content_text(turn, tokens, end, template.decode)
-    spans = thinking_spans(text) if has_thinking(text) else []
-    return [_cut(turn, tokens, text, span, template) for span in reversed(spans)]
+    cuts = [_cut(turn, tokens, text, span, template) for span in reversed(thinking_spans(text))]
+    shift = sum(len(cut.tokens) - (cut.stop - cut.start) for cut in cuts)
+    return dataclasses.replace(turn, message=message_without_thinking(turn.message), end=end + shift), cuts
 
 
 def _cut(turn: Turn, tokens: Sequence[int], text: str, span: tuple[int, int], template: ChatTemplate) -> _Cut:
@@ -79,14 +85,27 @@ def _cut(turn: Turn, tokens: Sequence[int], text: str, span: tuple[int, int], te
     return _Cut(start, stop, template.encode(kept, after=tokens[start - 1] if start else None).tokens if kept else [])
 
 
-def _shortened(turn: Turn, shift: int) -> Turn:
-    return dataclasses.replace(turn, end=None if turn.end is None else turn.end + shift)
+def _rendered(planner: Planner, turns: list[Turn], index: int, tokens: list[int]) -> tuple[Turn, list[_Cut]]:
+    """Render an answer again that the template did not copy word for word."""
+    turn, template = turns[index], planner.template
+    messages = [message_of(other, tokens, template.special, template.decode) for other in turns[: index + 1]]
+    message = message_without_thinking(messages.pop())
+    if turn.start:
+        delta = planner.renderer.delta(messages or None, message, is_prompt=False).alone()
+    else:
+        delta = planner.renderer.first(message)
+    encoded = template.encode(delta.text, after=tokens[turn.start - 1] if turn.start else None)
+    num_behind = len(planner.tokens) - planner.log.stop  # tokens that no message accounts for
+    stop = turns[index + 1].start if index + 1 < len(turns) else len(tokens) - num_behind
+    return delta_turn(message, delta, encoded, turn.start), [_Cut(turn.start, stop, encoded.tokens)]
+
+
+def _num_common(old: Sequence[int], new: Sequence[int]) -> int:
+    """Count the leading tokens that are the same."""
+    limit = min(len(old), len(new))
+    return next((at for at in range(limit) if old[at] != new[at]), limit)
 
 
 def _moved(turn: Turn, shift: int) -> Turn:
     end = None if turn.end is None else turn.end + shift
     return dataclasses.replace(turn, start=turn.start + shift, body=turn.body + shift, end=end)
-
-
-def _rewritten(turn: Turn) -> Turn:
-    return dataclasses.replace(turn, message=message_without_thinking(turn.message))

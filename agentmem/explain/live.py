@@ -22,7 +22,6 @@ from agentmem.tree.catalog import Catalog
 from agentmem.tree.checkpoint import SessionRecord, StateRef
 from agentmem.tree.tree import SessionTree
 
-
 Content = str | Iterable[int] | Iterable[Mapping[str, object]]
 """A prompt: text, token ids, or chat messages."""
 
@@ -130,14 +129,14 @@ class LiveLibrary:
         adapter = self.runtime.adapter
         if isinstance(content, str):
             return adapter.encode(content, is_first=True)
-        given = list(content)
+        given: list[int | Mapping[str, object]] = list(content)
         messages = [each for each in given if isinstance(each, Mapping)]
         if messages and len(messages) == len(given):
             template, is_prompt = adapter.chat_template(), messages[-1].get("role") != "assistant"
             return template.encode(template.render(messages, tools=None, is_prompt=is_prompt, options={})).tokens
-        tokens = [token for token in given if isinstance(token, int)]
-        if len(tokens) < len(given):
+        if messages:
             raise InvalidInputError("a prompt is text, token ids or chat messages, not a mixture of them")
+        tokens = [int(each) for each in given if not isinstance(each, Mapping)]
         adapter.check_tokens(tokens)
         return tokens
 
@@ -175,6 +174,7 @@ class LiveLibrary:
             points=tuple(_state_ref(point) for point in points),
             regime=state.regime,
             limit=limit,
+            loss=Limit.DAMAGED if entry.state.loss is Reason.DAMAGED else Limit.MISSING,
             has_states=self.shelf.has_states,
         )
 

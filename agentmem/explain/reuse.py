@@ -3,7 +3,7 @@
 Moves no KV and imports no torch. Whether a stored block is damaged shows only when it is read.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -81,6 +81,7 @@ class Kept:
         points: The layer states that are kept; one on the device has no digests.
         regime: The rotary regime that the KV is in.
         limit: Why `num_kv` is not the number of tokens.
+        loss: Why blocks that are named here and nowhere to be found are gone.
         has_states: Whether the model has layer states, and so goes on from `points` only.
     """
 
@@ -91,6 +92,7 @@ class Kept:
     points: tuple[StateRef, ...] = ()
     regime: bytes = b""
     limit: Limit = Limit.NONE
+    loss: Limit = Limit.MISSING
     has_states: bool = False
 
     def reach(self, position: int) -> int:
@@ -182,7 +184,7 @@ def foresee(asked: Asked, equal: int, kept: Kept, marks: Marks, shelf: Shelf) ->
     if regime is not None and regime != kept.regime:
         num_tokens = _Chain(asked, shelf, regime).extended([], 0)
         return Foreseen(num_tokens, Limit.NONE if num_tokens >= equal else Limit.REGIME)
-    exact = min((mark.start for mark in marks if mark.kind is MarkKind.SPLICE), default=equal)
+    exact = _exact(marks, equal)
     num_kv = media_start(marks, _available(kept, min(equal, exact), shelf))
     num_tokens = position = _restart(num_kv, len(asked.tokens), kept, shelf)
     if position == num_kv:
@@ -191,6 +193,26 @@ def foresee(asked: Asked, equal: int, kept: Kept, marks: Marks, shelf: Shelf) ->
     if num_tokens >= equal:
         return Foreseen(num_tokens, Limit.NONE)
     return Foreseen(num_tokens, _limit(kept, marks, equal, exact, num_kv, position))
+
+
+def foresee_anew(asked: Asked, equal: int, kept: Kept, marks: Marks, shelf: Shelf) -> int:
+    """Foresee how many tokens of a prompt `append` and `forward` reuse on an empty branch.
+
+    Args:
+        asked: The prompt.
+        equal: Tokens that it has in common with some branch.
+        kept: What there is of that branch's KV: names blocks when the empty prefix has no known name.
+        marks: That branch's marks.
+        shelf: What is stored.
+    """
+    regime = shelf.regime(len(asked.tokens))
+    chain = _Chain(asked, shelf, kept.regime if regime is None else regime)
+    return chain.extended(kept.blocks.slice(0, min(equal, _exact(marks, equal)) // shelf.block_size), 0)
+
+
+def _exact(marks: Marks, equal: int) -> int:
+    """Return how many of the first `equal` tokens lie before the first whose KV was moved there."""
+    return min((mark.start for mark in marks if mark.kind is MarkKind.SPLICE), default=equal)
 
 
 def _available(kept: Kept, equal: int, shelf: Shelf) -> int:
@@ -227,7 +249,7 @@ def _limit(kept: Kept, marks: Marks, equal: int, exact: int, num_kv: int, positi
         return Limit.NO_STATE
     wanted = min(equal, exact)
     if num_kv < media_start(marks, wanted):
-        return kept.limit if num_kv >= kept.num_kv and kept.limit is not Limit.NONE else Limit.MISSING
+        return kept.limit if num_kv >= kept.num_kv and kept.limit is not Limit.NONE else kept.loss
     return Limit.APPROXIMATE if exact < equal else Limit.MEDIA
 
 
@@ -241,16 +263,33 @@ class _Chain:
         self._root = shelf.root_of(regime)
 
     def extended(self, blocks: Sequence[NamedBlock], position: int) -> int:
-        """Return how far stored blocks continue the first `position` tokens, whose full blocks are `blocks`."""
+        """Return how far stored blocks continue the first `position` tokens.
+
+        Args:
+            blocks: The first full blocks of the prompt, whose names are known: at least those of the first `position`.
+            position: Tokens that need no finding.
+        """
         first = position - position % self._size
-        parent = blocks[first // self._size - 1].block_hash if first else self._root
         stop = media_start(self._asked.marks, len(self._asked.tokens) - 1)
-        if parent is None or stop <= position:
+        names = [blocks[first // self._size - 1].block_hash] if first else [*self._beginning(blocks, stop)]
+        if not names or stop <= position:
             return position
-        names = [parent, *self._stored(parent, first, stop)]
+        # names[0] is the parent of the block that begins at `first`.
+        first = first if first or self._root is not None else self._size
+        names += self._stored(names[-1], first + (len(names) - 1) * self._size, stop)
         if self._shelf.has_states:
             return self._last_state(names, first, position, stop)
         return max(position, first + (len(names) - 1) * self._size)
+
+    def _beginning(self, blocks: Sequence[NamedBlock], limit: int) -> Iterator[BlockHash]:
+        """Yield the name of the empty prefix; when it is not known, those of the first blocks that are stored."""
+        if self._root is not None:
+            yield self._root
+            return
+        for block in blocks[: limit // self._size]:
+            if not self._shelf.find_block(block.block_hash):
+                return
+            yield block.block_hash
 
     def _stored(self, parent: BlockHash, start: int, limit: int) -> list[BlockHash]:
         names: list[BlockHash] = []

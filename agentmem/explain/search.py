@@ -11,12 +11,11 @@ from agentmem.errors import InvalidInputError
 from agentmem.explain.difference import Change, Decode, Difference, compare, window
 from agentmem.explain.explanation import CONTINUING, Explanation, Match
 from agentmem.explain.lines import Line, Lines
-from agentmem.explain.reuse import Asked, Foreseen, Kept, Limit, Shelf, foresee, shared_marks
+from agentmem.explain.reuse import Asked, Foreseen, Kept, Limit, Shelf, foresee, foresee_anew, shared_marks
 from agentmem.ids import BlockHash
 from agentmem.kv.hashing import chain_hash, pack_tokens
-from agentmem.marks import Marks, pack_marks
+from agentmem.marks import pack_marks
 from agentmem.tree.checkpoint import TOKEN_NBYTES
-from agentmem.tree.trail import Trail
 
 _NUM_BEFORE, _NUM_SHOWN = 8, 16
 """Tokens that are shown before the difference, and of either side from it on."""
@@ -53,6 +52,7 @@ class _Found:
     line: Line
     equal: int
     foreseen: Foreseen
+    num_anew: int
 
 
 def explain(tokens: Sequence[int], library: Library, *, decode: Decode | None = None) -> Explanation:
@@ -87,12 +87,12 @@ class _Search:
         """Return what was found."""
         found = self._best()
         if found is None:
-            return Explanation(num_tokens=len(self._tokens), num_reusable_fresh=self._fresh(()))
+            return Explanation(num_tokens=len(self._tokens))
         stored = found.lines.tokens(found.line)
         difference = compare(stored, self._packed, found.equal, self._decode)
-        if difference.change in {Change.EXTENDS, Change.IDENTICAL} or difference.is_met_again:
+        if difference.is_met_again or difference.change not in {Change.REPLACED, Change.SHORTER}:
             return self._described(found, difference, stored)
-        # The rest is no change of what is stored: where other branches begin too, the prompt begins one more.
+        # The rest is no change of what is stored: where a branch may begin, the prompt begins one more.
         point = self._ending(found)
         if point is not None:
             found = self._on(found.lines, found.tied, point, found.equal)
@@ -114,9 +114,8 @@ class _Search:
 
     def _may_others_have_more(self, own: _Found) -> bool:
         """Say whether stored blocks go further than the session does, or it has less than a block of the prompt."""
-        marks = shared_marks(own.lines.marks(own.line), own.equal)
         reused = own.foreseen.num_tokens
-        return own.equal < self._shelf.block_size or reused > own.equal or self._fresh(marks) > reused
+        return own.equal < self._shelf.block_size or reused > own.equal or own.num_anew > reused
 
     def _in_session(self, lines: Lines) -> _Found | None:
         reached = lines.reached(self._packed)
@@ -132,9 +131,11 @@ class _Search:
         asked = Asked(self._tokens, shared_marks(marks, equal))
         if lines is self._library.own:
             foreseen = foresee(asked, equal, kept, marks, self._shelf)
+            num_anew = foresee_anew(asked, equal, kept, marks, self._shelf)
         else:
-            foreseen = self._elsewhere(asked, equal, kept)
-        return _Found(lines, tied, line, equal, foreseen)
+            num_anew = foresee_anew(asked, 0, kept, (), self._shelf)
+            foreseen = Foreseen(num_anew, self._limit_elsewhere(asked, equal, kept, num_anew))
+        return _Found(lines, tied, line, equal, foreseen, num_anew)
 
     def _ending(self, found: _Found) -> Line | None:
         """Return a line that has a checkpoint, or its end, just where the prompt leaves it; None without one."""
@@ -144,25 +145,19 @@ class _Search:
 
     # -- how much
 
-    def _fresh(self, marks: Marks, regime: bytes = b"") -> int:
-        """Return how many tokens an empty branch would reuse."""
-        asked = Asked(self._tokens, marks)
-        return foresee(asked, 0, Kept(num_kv=0, blocks=Trail([]), regime=regime), (), self._shelf).num_tokens
-
-    def _elsewhere(self, asked: Asked, equal: int, kept: Kept) -> Foreseen:
-        """Foresee what is reused of tokens that another session has: whole blocks, found by name."""
-        num_tokens = self._fresh(asked.marks, kept.regime)
+    def _limit_elsewhere(self, asked: Asked, equal: int, kept: Kept, num_tokens: int) -> Limit:
+        """Return why only `num_tokens` tokens are found by name of those that another session has."""
         size = self._shelf.block_size
         if num_tokens >= equal:
-            return Foreseen(num_tokens, Limit.NONE)
+            return Limit.NONE
         if num_tokens >= equal - size:
-            return Foreseen(num_tokens, Limit.WHOLE_BLOCKS)
+            return Limit.WHOLE_BLOCKS
         if kept.num_kv < equal - size and kept.limit is not Limit.NONE:
-            return Foreseen(num_tokens, kept.limit)
+            return kept.limit
         name = self._first_name(asked, kept.regime)
         is_ours = name is None or not len(kept.blocks) or kept.blocks.slice(0, 1)[0].block_hash == name
         limit = Limit.NO_STATE if self._shelf.has_states else Limit.MISSING
-        return Foreseen(num_tokens, limit if is_ours else Limit.FOREIGN_SALT)
+        return limit if is_ours else Limit.FOREIGN_SALT
 
     def _first_name(self, asked: Asked, regime: bytes) -> BlockHash | None:
         """Return the name of the prompt's first block; None when the name of the empty prefix is not known."""
@@ -172,7 +167,7 @@ class _Search:
     # -- what to say
 
     def _described(self, found: _Found, difference: Difference, stored: bytes) -> Explanation:
-        lines, line, equal = found.lines, found.line, found.equal
+        equal = found.equal
         change = difference.change if equal or difference.is_met_again else Change.NOTHING_IN_COMMON
         is_going_on = change in CONTINUING
         num_old, num_new = (
@@ -181,13 +176,12 @@ class _Search:
         )
         context = window(stored, equal - _NUM_BEFORE, equal)
         old, new = window(stored, equal, equal + num_old), window(self._packed, equal, equal + num_new)
-        regime = self._library.kept(lines, line, equal).regime
         return Explanation(
             num_tokens=len(self._tokens),
             match=self._match(found),
             num_equal=equal,
             num_reusable=found.foreseen.num_tokens,
-            num_reusable_fresh=self._fresh(shared_marks(lines.marks(line), equal), regime),
+            num_reusable_fresh=found.num_anew,
             change=change,
             limit=found.foreseen.limit,
             first_difference=None if is_going_on else equal,

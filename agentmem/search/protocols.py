@@ -3,7 +3,8 @@
 Names no framework and no tensor, so that a policy can be tried without either.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
 from typing import Protocol, TypeVar
 
 
@@ -13,6 +14,11 @@ class Point(Protocol):
     @property
     def checkpoint_id(self) -> bytes:
         """Its name."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens from the session's root to here."""
         ...
 
 
@@ -58,6 +64,24 @@ class SearchBranch(Protocol):
 
     def checkpoint(self, message: str = "", *, extras: Mapping[str, object] | None = None) -> Point:
         """Make a durable point of it."""
+        ...
+
+
+class SearchBatch(Protocol):
+    """Branches that are continued together, inside a `with` block."""
+
+    def __enter__(self) -> "SearchBatch":
+        """Begin."""
+        ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Let the branches go, with what they were given."""
+        ...
+
+    def generate(self, *, per_branch: Mapping[str, Mapping[str, object]], **options: object) -> object:
+        """Continue every branch, with options of its own and common ones."""
         ...
 
 
@@ -112,6 +136,10 @@ class SearchSession(Protocol[B_co]):
 
     def fork(self, name: str, *, at: str | None = None, branch: str | None = None) -> B_co:
         """Make a branch at the checkpoint with the id `at`, in hex, or where a branch stands now."""
+        ...
+
+    def batch(self, branches: Sequence[str]) -> SearchBatch:
+        """Continue several branches together."""
         ...
 
     def switch(self, name: str) -> object:

@@ -125,6 +125,16 @@ class SearchTree:
         return self.num_own_tokens(number) * self._token_nbytes + self._state_nbytes
 
     @property
+    def num_spent(self) -> int:
+        """Tokens that all nodes took to make: those fed, or a node's own where their KV was found in the store.
+
+        Does not depend on what else the store has, as the tokens fed do: a search that was killed finds there what it
+        makes again.
+        """
+        below = self.nodes[1:]
+        return sum(max(node.num_fed, self.num_own_tokens(node.number)) for node in below)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of KV of the kept nodes, the root's included: what they share is counted once."""
         return sum(self.own_nbytes(node.number) for node in self.kept)

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from agentmem.adapter import Feed
+from agentmem.adapters.transformers.batch_model import TransformersBatch
 from agentmem.adapters.transformers.encoder import probe_encoder_decoder
 from agentmem.adapters.transformers.fingerprint import ModelIdentity, tokenizer_hashes
 from agentmem.adapters.transformers.geometry import derive_spec
@@ -20,6 +21,7 @@ from agentmem.adapters.transformers.media import media_digest
 from agentmem.adapters.transformers.passes import CACHE_NAMES, Cache, Passes
 from agentmem.adapters.transformers.regimes import settled
 from agentmem.adapters.transformers.rotation import KeyRotation
+from agentmem.adapters.transformers.sampling import TransformersSampler
 from agentmem.adapters.transformers.template import TokenizerTemplate
 from agentmem.config import Config
 from agentmem.errors import InvalidInputError
@@ -33,8 +35,8 @@ _OURS = frozenset(
 """Options of `generate` that the branch itself fills in."""
 
 _NEEDS_MORE = {
-    "num_beams": (1, "beam search needs several branches"),
-    "num_return_sequences": (1, "several sequences need a branch each: fork"),
+    "num_beams": (1, "beam search needs several branches: session.batch, or agentmem.search"),
+    "num_return_sequences": (1, "several sequences need a branch each: session.batch forks and continues them together"),
     "assistant_model": (None, "assisted decoding on a filled cache gives wrong text in transformers"),
     "prompt_lookup_num_tokens": (None, "prompt lookup on a filled cache gives wrong text in transformers"),
     "penalty_alpha": (None, "contrastive search needs several branches"),
@@ -148,6 +150,14 @@ class TransformersAdapter:
     def cache(self, feed: Feed) -> Cache:
         """Return a cache for the user's own loop."""
         return self._passes.cache(feed)
+
+    def batch_model(self) -> TransformersBatch:
+        """Return how the model feeds several branches at once, proven on it when it is first asked for."""
+        return self._passes.batch()
+
+    def sampler(self, prompt: Sequence[int], options: Mapping[str, object]) -> TransformersSampler:
+        """Return what chooses the tokens that continue `prompt`, as `generate` would."""
+        return TransformersSampler(self.model, self._tokenizer, prompt, options)
 
     def key_rotation(self) -> KeyRotation:
         """Return how the model's keys move, proven on the model when it is first asked for."""

@@ -10,7 +10,7 @@ import threading
 from dataclasses import dataclass
 
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from agentmem.adapters.transformers.content import canonical, content_digests
 from agentmem.adapters.transformers.weights import Survey, Watch, Weight, address_of, survey, version_of
@@ -20,6 +20,12 @@ from agentmem.kv.hashing import hash_fields
 from agentmem.kv.spec import KVSpec
 
 _TAG = b"agentmem/fingerprint/2"
+
+BATCH_MARK = "+agentmem-"
+"""What follows the attention's name in a model's configuration while a pass over several branches runs."""
+
+_MEDIA = frozenset({"image", "video", "audio", "speech", "vision"})
+"""What tokens stand for whose ids decide where a model puts something else than their embeddings."""
 
 _NOT_IDENTITY = frozenset(
     {"_name_or_path", "name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype", "use_cache"}
@@ -95,7 +101,7 @@ class ModelIdentity:
 
     def _is_quiet(self) -> bool:
         watch = self._watch
-        return watch is not None and watch.is_quiet() and self._attention == self._config._attn_implementation  # noqa: SLF001
+        return watch is not None and watch.is_quiet() and self._attention == _attention_of(self._config)
 
     def _check_not_converted(self) -> None:
         now = _kept_as(self._model)
@@ -110,11 +116,11 @@ class ModelIdentity:
         known, self._known, self._watch = self._known, {}, None
         self._check_not_converted()
         found = survey(self._model)
-        watch, self._attention = Watch(found), self._config._attn_implementation  # noqa: SLF001  # before reading
+        watch, self._attention = Watch(found), _attention_of(self._config)  # before reading
         fields = (
             type(self._model).__name__.encode(),
             hash_fields(b"weights", self._weights(found, known)),
-            b"".join(canonical(self._config.to_dict(), _is_no_identity)),
+            b"".join(canonical(self._model.config.to_dict(), _is_no_identity)),  # of towers and encoders too
             str(self._attention).encode(),
             str(self._spec).encode(),
             *self._adapters(found),
@@ -169,9 +175,16 @@ def _stamp(weight: Weight) -> tuple[object, ...]:
     return (weight.merged, *((version_of(tensor), address_of(tensor)) for tensor in weight.tensors))
 
 
+def _attention_of(config: PreTrainedConfig) -> str | None:
+    """Return the name of the attention that the model was given, whatever stands in for it right now."""
+    name: str | None = config._attn_implementation  # noqa: SLF001 - there is no other way to read it
+    return None if name is None else name.partition(BATCH_MARK)[0]
+
+
 def _kept_as(model: PreTrainedModel) -> str:
     return f"{model.dtype} on {model.device}"
 
 
 def _is_no_identity(key: str) -> bool:
-    return key in _NOT_IDENTITY or key.endswith("_token_id")
+    is_control = key.endswith("_token_id") and key.partition("_")[0] not in _MEDIA
+    return is_control or key in _NOT_IDENTITY

@@ -85,8 +85,8 @@ def check_positions(given: object, wanted: Tensor, position: int) -> None:
     rows = given.detach().cpu().long().reshape(-1, given.shape[-1])
     is_counted = rows.shape[-1] == num_tokens and bool((rows == counted).all())
     # transformers' generation adds the delta of whichever sequence came last, and hands over one axis.
-    is_shifted_axis = given.ndim == wanted.ndim == 3 and bool((rows.diff() == 1).all()) and rows.shape[-1] == num_tokens
-    if not (is_counted or is_shifted_axis or _are_axes(rows, wanted)):
+    is_shifted_axis = wanted.ndim == given.ndim == 3 and len(rows) == 1 and bool((rows.diff() == 1).all())
+    if not (is_counted or (is_shifted_axis and rows.shape[-1] == num_tokens) or _are_axes(rows, wanted)):
         raise InvalidInputError(
             f"position_ids {given.flatten()[:4].tolist()}... are shifted: the branch stands at {position:,}, and its "
             f"positions follow from its tokens; leave position_ids out"

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +36,14 @@ _OURS = frozenset(
     | {"output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "shared_kv_states"}
 )
 """What a forward pass is given by the branch, or changes what it returns."""
+
+
+class Source(Protocol):
+    """Where inputs are kept."""
+
+    def inputs(self, mark: Mark) -> dict[str, object]:
+        """Return the model inputs behind a mark, tensors on the CPU."""
+        ...
 
 
 class MediaInputs:
@@ -116,9 +125,9 @@ class MediaInputs:
         device = self._model.device
         return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in joined.items()}
 
-    def positional(self, feed: Feed, marks: Marks, num_tokens: int) -> dict[str, object]:
+    def positional(self, source: Source, marks: Marks, num_tokens: int) -> dict[str, object]:
         """Return the inputs of all `marks` that positions of `num_tokens` tokens may depend on, on the CPU."""
-        kept = [_essential(feed.inputs(mark)) for mark in marks]
+        kept = [_essential(source.inputs(mark)) for mark in marks]
         joined = _join([{name: value for name, value in inputs.items() if not _is_content(value)} for inputs in kept])
         for name in {name for inputs in kept for name, _ in _token_inputs(inputs)}:
             joined[name] = _spread(name, kept, marks, 0, num_tokens)
@@ -175,14 +184,15 @@ class MediaInputs:
     def _wants_all(self, name: str) -> bool:
         """Tell whether the model reads a per-token input from the sequence's start on, not from the pass's."""
         if name not in self._is_whole:
+            ids = self._text(3)
             prepared = self._model.prepare_inputs_for_generation(  # type: ignore[operator]  # mixin method
-                self._text(3), next_sequence_length=1, is_first_iteration=True, use_cache=True, **{name: self._text(3)}
+                ids, next_sequence_length=1, is_first_iteration=True, use_cache=True, **{name: torch.zeros_like(ids)}
             )
             self._is_whole[name] = isinstance(prepared[name], Tensor) and prepared[name].shape[-1] == 3
         return self._is_whole[name]
 
     def _text(self, num_tokens: int) -> Tensor:
-        return torch.full((1, num_tokens), text_token(self.placeholders), device=self._model.device)
+        return torch.tensor([text_tokens(self.placeholders, num_tokens)], device=self._model.device)
 
 
 def taken_inputs(model: PreTrainedModel, *free: str) -> frozenset[str]:
@@ -236,9 +246,9 @@ def media_digest(inputs: Inputs) -> bytes:
     return hash_fields(b"agentmem/media/1", fields)
 
 
-def text_token(placeholders: Mapping[int, str]) -> int:
-    """Return the lowest id that stands for no media."""
-    return next(token for token in range(len(placeholders) + 1) if token not in placeholders)
+def text_tokens(placeholders: Mapping[int, str], num_tokens: int) -> list[int]:
+    """Return the lowest ids that stand for no media. They differ: of equal tokens, no attention mask shows."""
+    return [token for token in range(len(placeholders) + num_tokens) if token not in placeholders][:num_tokens]
 
 
 def _content(value: object) -> tuple[bytes, ...]:

@@ -15,15 +15,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from agentmem.adapter import Feed
+from agentmem.adapters.transformers.batch_model import TransformersBatch
+from agentmem.adapters.transformers.batch_probe import Probe
 from agentmem.adapters.transformers.cache import BranchCache
 from agentmem.adapters.transformers.causality import check_causal
 from agentmem.adapters.transformers.continuation import needs_single_steps
 from agentmem.adapters.transformers.encoder import IDS, MASK, BranchPairCache, Encoder
 from agentmem.adapters.transformers.geometry import cache_argument
 from agentmem.adapters.transformers.inputs import check_plain, check_positions, read_tokens
-from agentmem.adapters.transformers.media import MediaInputs, media, text_token
+from agentmem.adapters.transformers.media import MediaInputs, media, text_tokens
 from agentmem.adapters.transformers.positions import MultiAxisPositions, delta_holder
-from agentmem.adapters.transformers.regimes import RotaryRegimes
+from agentmem.adapters.transformers.regimes import RotaryRegimes, settled
+from agentmem.batching import RowsPass, RowText
 from agentmem.errors import InvalidInputError, UnsupportedModelError
 from agentmem.kv.spec import KVSpec
 from agentmem.marks import Marks
@@ -51,17 +54,20 @@ class Passes:
         """
         holder = delta_holder(model)
         self._model = model
+        self._spec = spec
         self._cache_argument = cache_argument(model)
         self._takes = inspect.signature(model.forward).parameters.keys()
         self._needs_single_steps = needs_single_steps(model, spec)
         self.encoder = Encoder(model) if model.config.is_encoder_decoder else None
         self.media = MediaInputs(model, needs_token_types=holder is not None)
-        first_text = text_token(self.media.placeholders)
-        self._axes = None if holder is None else MultiAxisPositions(model, holder, first_text)
+        text = text_tokens(self.media.placeholders, 3)
+        self._axes = None if holder is None else MultiAxisPositions(model, holder, text)
         if self.encoder is None:
             check_causal(model, self._text_positions, self.media.placeholders)
         self._running: dict[int, BranchCache] = {}
         self._generating: dict[int, BranchCache] = {}
+        self._batching: dict[int, bytes] = {}
+        self._batch: TransformersBatch | None = None
         self.regimes = RotaryRegimes(model, self._running_regime)
         if self.regimes.is_needed and (self._axes is not None or self.encoder is not None):
             self.regimes.close()
@@ -104,7 +110,54 @@ class Passes:
             output = self._generate(feed, tokens, given)
         return [int(token) for token in output[0, len(tokens) :]]
 
+    def batch(self) -> TransformersBatch:
+        """Return how the model feeds several branches at once, proven on it when it is first asked for."""
+        if self._batch is None:
+            num_media = len(self.media.placeholders)
+            text = [token for token in range(64 + num_media) if token not in self.media.placeholders]
+            with settled(self._model):
+                probe = Probe(self._model, self._spec, self._row_positions, text, self.regimes.regime(1))
+                self._batch = TransformersBatch(
+                    self._model,
+                    self._spec,
+                    self._row_positions,
+                    self._in_regime,
+                    probe,
+                    is_stepwise=self._needs_single_steps,
+                )
+        return self._batch
+
     # -- inside
+
+    @contextlib.contextmanager
+    def _in_regime(self, regime: bytes) -> Iterator[None]:
+        """Hold the rotary modules to a regime while rows are fed in this thread."""
+        thread = threading.get_ident()
+        self._batching[thread] = regime
+        try:
+            yield
+        finally:
+            del self._batching[thread]
+
+    def _row_positions(self, rows: RowsPass) -> Tensor | None:
+        """Return the positions of several rows' tokens; what fills shorter rows up has those of their last token."""
+        num_queries = rows.num_fed
+        if self._axes is None and "position_ids" not in self._takes:
+            return None
+        found = []
+        for text, tokens, length in zip(rows.texts, rows.tokens, rows.lengths, strict=True):
+            ids = tokens or [0]  # of a row that only comes along
+            own = self._positions_of_row(text, ids, length)
+            found.append(torch.cat([own, own[..., -1:].expand(*own.shape[:-1], num_queries - len(ids))], dim=-1))
+        return torch.cat(found, dim=-2)
+
+    def _positions_of_row(self, text: RowText, tokens: Sequence[int], length: int) -> Tensor:
+        stop = length + len(tokens)
+        marks = media(text.marks, stop)
+        if self._axes is None or not marks:
+            positions = self._text_positions(length, stop)
+            return torch.empty(1, 0) if positions is None else positions
+        return self._axes.of(length, tokens, marks, _Known(text, self.media))
 
     def _run(self, feed: Feed, tokens: Sequence[int], num_logits: int) -> Tensor:
         ids = torch.tensor([list(tokens)], dtype=torch.long, device=self._model.device)
@@ -151,8 +204,9 @@ class Passes:
 
     def _running_regime(self) -> bytes | None:
         """Return the rotary regime of our pass that runs in this thread; None when there is none."""
-        cache = self._running.get(threading.get_ident())
-        return None if cache is None else cache.feed.regime
+        thread = threading.get_ident()
+        cache = self._running.get(thread)
+        return self._batching.get(thread) if cache is None else cache.feed.regime
 
     # -- hooks
 
@@ -258,7 +312,7 @@ class Passes:
 class _Known:
     """What a feed knows of its sequence (see `positions.Known`)."""
 
-    def __init__(self, feed: Feed, inputs: MediaInputs) -> None:
+    def __init__(self, feed: RowText, inputs: MediaInputs) -> None:
         self._feed = feed
         self._inputs = inputs
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 
+from agentmem.adapters.transformers.geometry import unchanged
 from agentmem.errors import UnsupportedModelError
 from agentmem.marks import Marks, pack_marks
 
@@ -47,13 +48,13 @@ class MultiAxisPositions:
     Source: transformers' models/qwen2_5_vl (get_rope_index, _prepare_position_ids_for_generation).
     """
 
-    def __init__(self, model: PreTrainedModel, holder: str, text_token: int) -> None:
+    def __init__(self, model: PreTrainedModel, holder: str, text: Sequence[int]) -> None:
         """Read how the model positions text.
 
         Args:
             model: The model.
             holder: Name of the module that keeps the delta (see `delta_holder`).
-            text_token: The id of a token that stands for no media.
+            text: Three different tokens that stand for no media.
 
         Raises:
             UnsupportedModelError: The model does not take positions, or has no method to compute them.
@@ -67,9 +68,9 @@ class MultiAxisPositions:
         self._shadow, self._holder = _shadow(model, holder)
         self._device = model.device
         self._tables: OrderedDict[bytes, Tensor] = OrderedDict()
-        self._text_token = text_token
-        self._text = self._compute([text_token], {})
-        self._prove(model, text_token)
+        self._text_token = text[0]
+        self._text = self._compute([text[0]], {})
+        self._prove(model, model.get_submodule(holder), text)
 
     def of(self, start: int, tokens: Sequence[int], marks: Marks, known: Known) -> Tensor:
         """Return the positions of `tokens`, `[axes, 1, number of them]`, as the model takes them.
@@ -121,25 +122,26 @@ class MultiAxisPositions:
             positions: Tensor = prepare(ids, {"attention_mask": torch.ones_like(ids), **inputs})
         return positions.cpu()
 
-    def _prove(self, model: PreTrainedModel, token: int) -> None:
+    def _prove(self, model: PreTrainedModel, holder: nn.Module, text: Sequence[int]) -> None:
         """Feed three tokens with positions beside a foreign delta: their logits must be those of a fresh model."""
-        fresh, other = self._logits(token, None), self._logits(token, torch.full((1, 1), 7, device=self._device))
+        with unchanged(model):
+            fresh = self._logits(model, holder, text, None)
+            other = self._logits(model, holder, text, torch.full((1, 1), 7, device=self._device))
         if not torch.allclose(fresh, other, rtol=1e-3, atol=1e-4):
             raise UnsupportedModelError(
                 f"{type(model).__name__} keeps position deltas on a module and does not go by the position_ids it is "
                 f"given: its positions would leak from one branch into another"
             )
 
-    def _logits(self, token: int, delta: Tensor | None) -> Tensor:
+    def _logits(self, model: PreTrainedModel, holder: nn.Module, text: Sequence[int], delta: Tensor | None) -> Tensor:
         """Return the logits after two tokens and one more; with positions if there is a delta to be ignored."""
         cache, logits = None, torch.empty(0)
         for first, stop in ((0, 2), (2, 3)):
-            positions = self._text.to(self._device) + torch.arange(first, stop, device=self._device)
-            self._holder.rope_deltas = delta if first else None  # type: ignore[assignment]  # as above
-            options = {} if delta is None else {"position_ids": positions}
-            ids = torch.full((1, stop - first), token, device=self._device)
+            holder.rope_deltas = delta if first else None  # type: ignore[assignment]  # a plain attribute
+            options = {} if delta is None else {"position_ids": self.of_text(first, stop)}
+            ids = torch.tensor([text[first:stop]], device=self._device)
             with torch.no_grad():
-                output = self._shadow(input_ids=ids, cache=cache, use_cache=True, **options)
+                output = model(input_ids=ids, cache=cache, use_cache=True, **options)
             cache, logits = output.cache, output.logits[:, -1].float()
         return logits
 
