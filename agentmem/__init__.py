@@ -31,6 +31,8 @@ from agentmem.stats import ChatChange, ChatDifference, Finding, Lint, Reason, Re
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from agentmem.batch.batch import Batch
+    from agentmem.batch.report import BatchReport, Score
     from agentmem.branch import Branch, Generation
     from agentmem.chat.conversation import Reply
     from agentmem.explain.explanation import Explanation
@@ -40,11 +42,14 @@ if TYPE_CHECKING:
     from agentmem.view import StoreView
 
 _LAZY = {
+    "Batch": "agentmem.batch.batch",
+    "BatchReport": "agentmem.batch.report",
     "Branch": "agentmem.branch",
     "Checkpoint": "agentmem.tree.checkpoint",
     "Explanation": "agentmem.explain.explanation",
     "Generation": "agentmem.branch",
     "Reply": "agentmem.chat.conversation",
+    "Score": "agentmem.batch.report",
     "Session": "agentmem.session",
     "Store": "agentmem.store",
     "StoreView": "agentmem.view",
@@ -53,6 +58,8 @@ _LAZY = {
 __all__ = [
     "AgentMemError",
     "AlreadyExistsError",
+    "Batch",
+    "BatchReport",
     "Branch",
     "CapacityError",
     "ChatChange",
@@ -61,8 +68,8 @@ __all__ = [
     "ClosedError",
     "Config",
     "CorruptionError",
-    "Finding",
     "Explanation",
+    "Finding",
     "FormatVersionError",
     "Generation",
     "InvalidInputError",
@@ -72,6 +79,7 @@ __all__ = [
     "Reason",
     "Reply",
     "ReuseReport",
+    "Score",
     "Session",
     "SpecMismatchError",
     "StaleCacheError",

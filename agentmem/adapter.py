@@ -228,6 +228,11 @@ class Adapter(Protocol):
         """
         ...
 
+    @property
+    def is_stepwise(self) -> bool:
+        """Whether the model must be fed one token at a time once it has layer states: the first pass takes all it can."""
+        ...
+
     def regime(self, num_tokens: int) -> bytes:
         """Name the rotary regime that KV of `num_tokens` tokens is in; b"" for models whose KV depends on no length."""
         ...

@@ -10,8 +10,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from agentmem.tiers.frontier import LayerKV, SharedKV
 from agentmem.marks import Mark, Marks
+from agentmem.tiers.frontier import LayerKV, SharedKV
 
 
 class BatchMode(StrEnum):

@@ -94,6 +94,11 @@ class Branch(Talk):
         return self._entry.name
 
     @property
+    def session(self) -> str:
+        """The name of the branch's session."""
+        return self._owner.ledger.record.name
+
+    @property
     def tokens(self) -> list[int]:
         """All token ids, pending ones included. A copy."""
         return self._entry.state.tokens.slice()

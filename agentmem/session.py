@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from agentmem.adapter import Adapter
-from agentmem.batch.batch import Batch, Member
+from agentmem.batch.batch import Member
 from agentmem.branch import Branch
 from agentmem.chat.lint import LintMemory
 from agentmem.checkpoints import BranchEntry
@@ -134,15 +134,6 @@ class Session(Verbs):
         return render(self.ledger.tree, title=self.name, branches=records, active=self._active, notes=notes)
 
     # -- verbs of the tree
-
-    def batch(self, branches: Iterable[str | Branch]) -> Batch:
-        """Continue several branches together: `with session.batch(["a", "b"]) as batch` (see `Batch`).
-
-        Raises:
-            NotFoundError: The session has no such branch.
-            InvalidInputError: A branch is named twice, or none is.
-        """
-        return Batch(branches, self._member)
 
     def fork(self, name: str, *, at: Checkpoint | str | None = None, branch: str | None = None) -> Branch:
         """Make a branch at a checkpoint, or where a branch stands now. Microseconds; no KV is copied.
@@ -336,14 +327,6 @@ class Session(Verbs):
             finally:
                 self._batched = before
 
-    def entry(self, name: str) -> BranchEntry:
-        """Return what is kept of a branch.
-
-        Raises:
-            NotFoundError: The session has no such branch; lists those it has.
-        """
-        return self._entry(name)
-
     def library(self, entry: BranchEntry) -> LiveLibrary:
         """Return the store as it stands, for explaining what a prompt would reuse: `entry` is compared first."""
         recent = sorted(self._entries.values(), key=lambda each: self._last_used.get(each.name, 0), reverse=True)
@@ -382,13 +365,14 @@ class Session(Verbs):
             raise NotFoundError(f"session {self.name!r} has no branch {name!r}; it has {', '.join(self.branches)}")
         return entry
 
+    def member(self, branch: str | Branch) -> Member:
+        """Return a branch as a batch takes it."""
+        name = branch if isinstance(branch, str) else branch.name
+        return Member(name, self, self._entry(name))
+
     def chosen(self, name: str | None) -> Branch:
         """Return the branch called `name`; the active one for None."""
         return self.branch(self._active if name is None else name)
-
-    def _member(self, branch: str | Branch) -> Member:
-        name = branch if isinstance(branch, str) else branch.name
-        return Member(name, self, self._entry(name))
 
     def _make_hot(self, entry: BranchEntry, operation: str) -> None:
         with self.using(entry):

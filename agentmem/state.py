@@ -70,7 +70,7 @@ class BranchState(Restoring):
             if not self.num_pending and not self._can_repeat_last():
                 self.step_back(self.num_computed - 1)
                 report.note_load(self.restore())
-            self.compute(keep=self._runtime.config.prefill_chunk_tokens)
+            self.compute(keep=1 if adapter.is_stepwise else self._runtime.config.prefill_chunk_tokens)
             prompt = self.tokens.slice()
             feed = BranchFeed(self, is_again=not self.num_pending)
             try:
@@ -195,6 +195,8 @@ class BranchState(Restoring):
 
     def _pass_stop(self, start: int, stop: int) -> int:
         """Return where the pass that begins at `start` ends: it cuts no media, and ends where a state is to be kept."""
+        if not start and self._runtime.adapter.is_stepwise:
+            return stop  # whatever is left over would be fed one token at a time
         limit = min(start + self._runtime.config.prefill_chunk_tokens, stop)
         limit = min((position for position in self.borders if start < position <= limit), default=limit)
         before = media_start(self.marks, limit)

@@ -7,12 +7,14 @@ import logging
 import threading
 import time
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 
 from agentmem._lmdb import Environment, Level, ReadTransaction, WriteTransaction
 from agentmem.adapter import Adapter
+from agentmem.batch.batch import Batch, Member
+from agentmem.branch import Branch
 from agentmem.config import Config
 from agentmem.entries import MAIN, restore_entry
 from agentmem.errors import AlreadyExistsError, ClosedError, CorruptionError, NotFoundError
@@ -139,6 +141,17 @@ class Store(StoreView):
                 self.catalog.remove_session(txn, session_id)
 
             self.environment.submit(operation, level=Level.DURABLE).result()
+
+    def batch(self, branches: Iterable[Branch]) -> Batch:
+        """Continue branches of one or several sessions together: `with store.batch([branch, ...]) as batch`.
+
+        The batch calls them "session/branch". Blocks that sessions share are attended once for all of them.
+
+        Raises:
+            NotFoundError: A branch's session is not open, or it was dropped.
+            InvalidInputError: A branch is named twice, or none is.
+        """
+        return Batch(branches, self._member)
 
     def stats(self) -> dict[str, int | float]:
         """Return bytes per tier, and what was fed, reused and moved since the store was opened."""
@@ -278,6 +291,14 @@ class Store(StoreView):
             identity.fingerprint = now
             for session in sessions:
                 session.rebuild()
+
+    def _member(self, branch: str | Branch) -> Member:
+        name = branch.session if isinstance(branch, Branch) else branch.partition("/")[0]
+        session = self._sessions.get(name)
+        if session is None or session.is_closed:
+            raise NotFoundError(f"session {name!r} of a branch for a batch is not open; resume it")
+        member = session.member(branch if isinstance(branch, Branch) else branch.partition("/")[2])
+        return dataclasses.replace(member, key=f"{name}/{member.key}")
 
     def _open_sessions(self) -> list[Session]:
         return [session for session in self._sessions.values() if not session.is_closed]

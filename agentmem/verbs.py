@@ -1,4 +1,4 @@
-"""The verbs of a session that act on one branch: the active one, or `branch=`.
+"""The verbs of a session that act on one branch, the active one or `branch=`, or on several together.
 
 Each hands the work to `Branch`; nothing is decided here.
 """
@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
+from agentmem.batch.batch import Batch, Member
 from agentmem.branch import Branch, Generation
 from agentmem.chat.conversation import Reply
 from agentmem.chat.messages import Messages
@@ -23,6 +24,19 @@ class Verbs:
     def chosen(self, name: str | None) -> Branch:
         """Return the branch called `name`; the active one for None."""
         raise NotImplementedError
+
+    def member(self, branch: str | Branch) -> Member:
+        """Return a branch as a batch takes it."""
+        raise NotImplementedError
+
+    def batch(self, branches: Iterable[str | Branch]) -> Batch:
+        """Continue several branches together: `with session.batch(["a", "b"]) as batch` (see `Batch`).
+
+        Raises:
+            NotFoundError: The session has no such branch.
+            InvalidInputError: A branch is named twice, or none is.
+        """
+        return Batch(branches, self.member)
 
     def append(self, content: str | Iterable[int], *, branch: str | None = None, **model_inputs: object) -> None:
         """Add text or token ids at the end of a branch, with what the model takes for them (see `Branch.append`)."""

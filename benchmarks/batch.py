@@ -3,10 +3,10 @@
     python benchmarks/batch.py [--quick] [--contexts N ...]
 
 SmolLM2 in bf16. Every case is a tree of branches with tokens of their own. All three sides hold the same KV and are fed
-the same tokens; they take turns, a few steps each, in one process. Stock: one `DynamicCache` of the whole context,
-repeated for each branch (`batch_repeat_interleave`). One by one: `session.forward` on each branch in turn. Ours:
-`batch.forward` of `session.batch`, all bookkeeping included. Ratios are of the medians of a step that feeds all branches
-a token.
+the same tokens; they take turns, a few steps each, in one process. Stock: one `DynamicCache` with the whole context of
+every branch, as `batch_repeat_interleave` makes it. One by one: `session.forward` on each branch in turn.
+Ours: `batch.forward` of `session.batch`, all bookkeeping included. Ratios are of the medians of a step that feeds all
+branches a token.
 """
 
 from dataclasses import dataclass
@@ -88,7 +88,9 @@ def claims(row: Row, case: Case) -> list[Row]:
     if case.trunk == 4096:
         return [
             check(f"{name}: tokens/s, ours / stock", row["x stock"], MIN_STOCK_RATIO[number], is_at_least=True),
-            check(f"{name}: tokens/s, ours / one by one", row["x one by one"], MIN_ALONE_RATIO[number], is_at_least=True),
+            check(
+                f"{name}: tokens/s, ours / one by one", row["x one by one"], MIN_ALONE_RATIO[number], is_at_least=True
+            ),
             check(f"{name}: KV bytes, stock / ours", row["x bytes"], MIN_BYTES_RATIO[number], is_at_least=True),
         ]
     better = min(row["x stock"], row["x one by one"])
@@ -155,8 +157,9 @@ def stock_batch(session: Session, names: list[str]) -> DynamicCache:
     """Return a stock cache of all branches, each with a copy of all that it has."""
     caches = []
     for name in names:
-        session.forward((), branch=name)
+        session.switch(name)
         caches.append(stock_cache(session, session.branch(name).num_tokens))
+    session.switch("main")
     batch = DynamicCache(config=session.adapter.model.config)
     for index in range(len(caches[0].layers)):
         keys = torch.cat([cache.layers[index].keys for cache in caches])
@@ -177,10 +180,10 @@ def step_stock(session: Session, cache: DynamicCache, num_rows: int, tokens: lis
 def step_ours(session: Session, names: list[str], tokens: list[int], times: Times) -> BatchReport:
     """Feed every branch the tokens in a batch, one at a time, and take them back."""
     with session.batch(names) as batch:
-        batch.forward({name: tokens[:1] for name in names})  # rows are made in the first pass
+        batch.forward({name: list(tokens[:1]) for name in names})  # rows are made in the first pass
         for token in tokens:
             with times.run():
-                batch.forward({name: [token] for name in names})
+                batch.forward([[token] for _ in names])
         report = batch.report
     for name in names:
         session.rewind(tokens=len(tokens) + 1, branch=name)

@@ -1,4 +1,4 @@
-"""For a machine with a GPU, within six minutes: fork, switch, offload, load, resume, decode, and the GPU tests.
+"""For a machine with a GPU, within six minutes: fork, switch, offload, load, resume, decode, batches; then tests.
 
     python benchmarks/gpu.py [--quick] [--contexts N ...] [--layers N]
 
@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from decode import median_ratio
 from harness import (
+    CONTEXTS,
     MB,
     Options,
     Row,
@@ -40,6 +41,8 @@ from agentmem.session import Session
 from agentmem.store import Store
 
 NUM_OWN = 64
+MAX_ROWS = 16
+GPU_CONTEXTS = (2048, 4096, 8192, 32_768)
 TEST_TIMEOUT_S = 120
 VOCAB_SIZE = 32_000
 
@@ -70,7 +73,9 @@ def run(options: Options, *, has_gpu: bool, num_layers: int) -> dict[str, object
     started = time.perf_counter()
     model = make_model(num_layers) if has_gpu else make_small_model()
     say(f"model ready after {time.perf_counter() - started:.0f} s")
-    contexts = options.contexts if has_gpu else (256, 1024)
+    contexts = (256, 1024)
+    if has_gpu:
+        contexts = GPU_CONTEXTS if options.contexts == CONTEXTS else options.contexts
     path = options.folder / "gpu"
     rows = []
     for num_tokens in contexts:
@@ -108,7 +113,7 @@ def make_model(num_layers: int) -> PreTrainedModel:
         num_attention_heads=32,
         num_key_value_heads=8,
         vocab_size=VOCAB_SIZE,
-        max_position_embeddings=16_384,
+        max_position_embeddings=65_536,
     )
     with torch.device("cuda"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
@@ -145,6 +150,7 @@ def measure(path: Path, model: PreTrainedModel, tokens: list[int], options: Opti
         forks = fork_often(session, options.repeats(full=300, quick=50))
         switches = switch_to_and_fro(session, options.repeats(full=50, quick=10))
         decode = decode_side_by_side(session, len(tokens), options.repeats(full=32, quick=8))
+        batch = batch_side_by_side(session, len(tokens), options.repeats(full=12, quick=4))
         cache = stock_cache(session, len(tokens))
         deepcopy = time_calls(lambda: (copy.deepcopy(cache), synchronize()), options.repeats(full=5, quick=2))
         down, up = offload_and_load(store, session, options.repeats(full=5, quick=2))
@@ -156,6 +162,7 @@ def measure(path: Path, model: PreTrainedModel, tokens: list[int], options: Opti
         "deepcopy ms": deepcopy.median * 1e3,
         "switch ms": switches.median * 1e3,
         **decode,
+        **batch,
         "offload GB/s": nbytes / down.median / 1e9,
         "load from host GB/s": nbytes / up.median / 1e9,
         "compute ms": compute.median * 1e3,
@@ -207,6 +214,52 @@ def decode_side_by_side(session: Session, num_tokens: int, num_steps: int) -> Ro
         "our decode ms": ours.median * 1e3,
         "decode ratio": median_ratio(ours.wall_s, stock.wall_s),
     }
+
+
+def batch_side_by_side(session: Session, num_tokens: int, num_steps: int) -> Row:
+    """Feed as many branches of the context as have room a token each: in a batch, in a stock cache, one by one."""
+    num_rows = rows_that_fit(num_tokens * session.adapter.spec.token_nbytes)
+    if num_rows < 2:
+        return {"batch rows": num_rows}
+    names = [f"row {number}" for number in range(num_rows)]
+    for name in names:
+        session.fork(name, branch="main")
+    stock_side = stock_cache(session, num_tokens)
+    stock_side.batch_repeat_interleave(num_rows)
+    stock, ours, alone = Times(), Times(), Times()
+    with session.batch(names) as batch:
+        batch.forward({name: [number + 1] for number, name in enumerate(names)})
+        for number in range(num_steps):
+            ids = torch.full((num_rows, 1), number + 1, device=session.adapter.device)
+            with stock.run(), torch.no_grad():
+                session.adapter.model(ids, cache=stock_side)
+                synchronize()
+            with ours.run():
+                batch.forward([[number + 1] for _ in names])
+                synchronize()
+        report = batch.report
+    with alone.run():
+        for name in names:
+            session.forward([1], branch=name)
+        synchronize()
+    for name in names:
+        session.drop(name)
+    return {
+        "batch rows": num_rows,
+        "batch mode": report.mode.value,
+        "batch ms": ours.median * 1e3,
+        "batch x stock": stock.median / ours.median,
+        "batch x one by one": alone.median / ours.median,
+        "batch x bytes": report.stock_nbytes / report.kv_nbytes,
+    }
+
+
+def rows_that_fit(nbytes: int) -> int:
+    """Return for how many branches of a context a stock cache has room: a copy each, and one layer's twice."""
+    if not torch.cuda.is_available():
+        return 4
+    free_nbytes, _ = torch.cuda.mem_get_info()
+    return min(MAX_ROWS, int(0.8 * free_nbytes / nbytes))
 
 
 def step(model: PreTrainedModel, cache: Cache, token: int, times: Times) -> torch.Tensor:

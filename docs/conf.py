@@ -26,7 +26,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"(torch|numpy|transformers|collections|concurrent|pathlib|contextlib|threading|enum)\..*"),
     ("py:class", r"(PreTrained\w+|StoreView)"),
     # what only the library itself passes to its constructors
-    ("py:class", r"agentmem\.(_lmdb|adapter|ledger|tiers|branch\.BranchOwner).*"),
+    ("py:class", r"agentmem\.(_lmdb|adapter|checkpoints|explain\.live|ledger|tiers|branch\.BranchOwner).*"),
     # a default of <factory> cannot be parsed, so Sphinx cuts the signature at its commas
     ("py:class", r"(~agentmem\..*|dict|tuple)\[.*"),
 ]

@@ -1,11 +1,12 @@
 """The same search without agentmem: every branch has a DynamicCache of its own, made by `copy.deepcopy`.
 
-`CopySession` has the verbs of `agentmem.Session` that tree_search.py uses, so that the same search runs on both.
+`CopySession` has the verbs of `agentmem.Session` that a search uses, so that the same search runs on both.
 """
 
 import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,25 +24,74 @@ class Sample:
     text: str
 
 
-class CopyBranch:
-    """Tokens, and a cache of its own."""
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Where a branch stood."""
 
-    def __init__(self, name: str, tokens: list[int], cache: DynamicCache, extras: dict[str, Any]) -> None:
-        """Own `cache`."""
+    checkpoint_id: bytes
+    num_tokens: int
+
+
+class CopyBranch:
+    """Tokens, and a cache of its own: copied when the branch first needs it, which is a favour to this baseline."""
+
+    def __init__(self, session: "CopySession", name: str, source: "CopyBranch | None" = None) -> None:
+        """Stand where `source` stands; without one, be empty."""
         self.name = name
-        self.tokens = tokens
-        self.cache = cache
-        self.extras = extras
+        self.tokens = list(source.tokens) if source else []
+        self.cache = source.cache if source else DynamicCache(config=session.model.config)
+        self.extras = copy.deepcopy(source.extras) if source else {}
+        self.tip = source.tip if source else None
+        self.num_fed = 0
+        self._is_shared = source is not None
+        self._session = session
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens."""
         return len(self.tokens)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of KV that the branch holds."""
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers if layer.keys is not None)
+    def append(self, content: str | Iterable[int]) -> None:
+        """Add text or ids at the end."""
+        if isinstance(content, str):
+            content = self._session.tokenizer(content, add_special_tokens=not self.tokens)["input_ids"]
+        self.tokens += content
+
+    def generate(self, *, seed: int, **options: Any) -> Sample:
+        """Continue with transformers' generation."""
+        cache = self._own()
+        ids = torch.tensor([self.tokens])
+        _keep(cache, len(self.tokens) - 1)
+        before = cache.get_seq_length()
+        torch.manual_seed(seed)
+        output = self._session.model.generate(
+            ids, cache=cache, attention_mask=torch.ones_like(ids), pad_token_id=0, **options
+        )
+        new = output[0, len(self.tokens) :].tolist()
+        self.tokens += new
+        self.num_fed += cache.get_seq_length() - before
+        return Sample(new, self._session.tokenizer.decode(new))
+
+    def rewind(self, *, tokens: int) -> None:
+        """Take the last tokens off."""
+        del self.tokens[len(self.tokens) - tokens :]
+        if self.cache.get_seq_length() > len(self.tokens):
+            _keep(self._own(), len(self.tokens))
+
+    def checkpoint(self, _message: str) -> Point:
+        """Feed what is pending but for the last token, as agentmem does. Nothing is saved."""
+        todo = self.tokens[self.cache.get_seq_length() : -1]
+        for chunk in _chunks(todo):
+            with torch.no_grad():
+                self._session.model(torch.tensor([chunk]), cache=self._own(), logits_to_keep=1)
+            self.num_fed += len(chunk)
+        self.tip = Point(self.name.encode(), self.num_tokens)
+        return self.tip
+
+    def _own(self) -> DynamicCache:
+        if self._is_shared:
+            self.cache, self._is_shared = copy.deepcopy(self.cache), False
+        return self.cache
 
 
 class CopySession:
@@ -51,7 +101,7 @@ class CopySession:
         """Start with one empty branch, "main"."""
         self.model = model
         self.tokenizer = tokenizer
-        self.active = CopyBranch("main", [], DynamicCache(config=model.config), {})
+        self.active = CopyBranch(self, "main")
         self._branches = {"main": self.active}
 
     @property
@@ -62,17 +112,24 @@ class CopySession:
     @property
     def nbytes(self) -> int:
         """Bytes of KV that all branches hold."""
-        return sum(branch.nbytes for branch in self._branches.values())
+        caches = {id(branch.cache): branch.cache for branch in self._branches.values()}
+        layers = [layer for cache in caches.values() for layer in cache.layers if layer.keys is not None]
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+
+    @property
+    def adapter(self) -> Any:
+        """What a search asks for the size of a token: nobody keeps a budget of bytes here."""
+        return SimpleNamespace(spec=SimpleNamespace(token_nbytes=1, state_nbytes=0))
 
     def branch(self, name: str) -> CopyBranch:
         """Return a branch by name."""
         return self._branches[name]
 
-    def fork(self, name: str, *, at: str) -> None:
-        """Copy a branch with all its KV."""
-        source = self._branches[at]
-        extras = copy.deepcopy(source.extras)
-        self._branches[name] = CopyBranch(name, list(source.tokens), copy.deepcopy(source.cache), extras)
+    def fork(self, name: str, *, at: str | None = None, branch: str | None = None) -> CopyBranch:
+        """Copy a branch, found by its name or by its checkpoint's id in hex: nobody moves on after a checkpoint."""
+        source = branch if at is None else bytes.fromhex(at).decode()
+        self._branches[name] = CopyBranch(self, name, self._branches[str(source)])
+        return self._branches[name]
 
     def switch(self, name: str) -> None:
         """Go on with another branch."""
@@ -81,35 +138,6 @@ class CopySession:
     def drop(self, name: str) -> None:
         """Forget a branch."""
         del self._branches[name]
-
-    def append(self, content: str) -> None:
-        """Add text at the end."""
-        is_first = not self.active.tokens
-        self.active.tokens += self.tokenizer(content, add_special_tokens=is_first)["input_ids"]
-
-    def generate(self, *, seed: int, **options: Any) -> Sample:
-        """Continue the active branch with transformers' generation."""
-        ids = torch.tensor([self.active.tokens])
-        _keep(self.active.cache, len(self.active.tokens) - 1)
-        torch.manual_seed(seed)
-        output = self.model.generate(
-            ids, cache=self.active.cache, attention_mask=torch.ones_like(ids), pad_token_id=0, **options
-        )
-        new = output[0, len(self.active.tokens) :].tolist()
-        self.active.tokens += new
-        return Sample(new, self.tokenizer.decode(new))
-
-    def rewind(self, *, tokens: int) -> None:
-        """Take the last tokens off."""
-        del self.active.tokens[len(self.active.tokens) - tokens :]
-        _keep(self.active.cache, len(self.active.tokens))
-
-    def checkpoint(self, _message: str) -> None:
-        """Feed what is pending but for the last token, as agentmem does. Nothing is saved."""
-        todo = self.active.tokens[self.active.cache.get_seq_length() : -1]
-        for chunk in _chunks(todo):
-            with torch.no_grad():
-                self.model(torch.tensor([chunk]), cache=self.active.cache, logits_to_keep=1)
 
     def flush(self) -> None:
         """Do nothing: there is no disk."""

@@ -8,6 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from agentmem.search import SearchResult
+
 Say = Callable[[str], None]
 
 
@@ -42,8 +44,10 @@ class Meter:
     def spent(self) -> Iterator[Spent]:
         """Measure what the block takes; the numbers are there when it has ended."""
         spent, started, fed = Spent(), time.perf_counter(), self.fed
-        yield spent
-        spent.s, spent.fed = time.perf_counter() - started, self.fed - fed
+        try:
+            yield spent
+        finally:
+            spent.s, spent.fed = time.perf_counter() - started, self.fed - fed
 
     def note_sampled(self, num_tokens: int) -> None:
         """Learn that tokens were sampled; all but the last of them were fed too."""
@@ -54,45 +58,46 @@ class Meter:
         self.fed += (arguments[0] if arguments else inputs["input_ids"]).shape[1]
 
 
-def numbers(search: Any, stats: Mapping[str, int | float]) -> dict[str, Any]:
+def numbers(agent: Any, result: SearchResult, stats: Mapping[str, int | float]) -> dict[str, Any]:
     """Return what a search did, over all its processes, and what its store holds."""
-    root, nodes, best = search.root, search.nodes, search.best
+    root = agent.root
     totals = {name: round(value, 3) for name, value in root["totals"].items()}
     return {
         **totals,
-        "branches": sorted(nodes),
-        "best": best,
-        "score": nodes[best]["score"],
-        "items": len(nodes[best]["items"]),
+        "dropped": result.num_dead,
+        "branches": sorted(name for name in agent.session.branches if name.startswith(f"{result.name}/")),
+        "best": result.best,
+        "score": result.score,
+        "items": agent.num_items(result),
         "goal": root["goal"],
-        "is_solved": search.is_solved,
+        "is_solved": result.is_done,
         "leg": root["leg"],
         "prefill": root["prefill"],
-        "fed_before_first": search.meter.fed_before_first,
-        "fed_by_this_process": search.meter.fed,
+        "fed_before_first": agent.meter.fed_before_first,
+        "fed_by_this_process": agent.meter.fed,
         "recomputing_would_feed": totals["context"] + totals["sampled"],
         "stored_nbytes": stats.get("disk_stored_nbytes", 0),
         "file_nbytes": stats.get("file_nbytes", 0),
     }
 
 
-def print_resumed(say: Say, search: Any, opened: Spent, resumed: Spent) -> dict[str, Any]:
+def print_resumed(say: Say, agent: Any, best: str, opened: Spent, resumed: Spent) -> dict[str, Any]:
     """Say what it took to have the KV of the best branch back, and return that."""
-    report, prefill = search.session.report, search.root["prefill"]
+    report, prefill = agent.session.report, agent.root["prefill"]
     say(
-        f"resumed branch {search.best!r}: {report.num_reused:,} of {report.num_tokens:,} tokens are back in "
+        f"resumed branch {best!r}: {report.num_reused:,} of {report.num_tokens:,} tokens are back in "
         f"{resumed.s:.2f} s (opening the store took {opened.s:.2f} s), {resumed.fed} tokens fed;\n"
         f"reading the context took the first process {prefill['s']:.1f} s: {prefill['s'] / resumed.s:.0f} times as long"
     )
     return {"opened_s": opened.s, "resumed_s": resumed.s, "fed": resumed.fed, "num_reused": report.num_reused}
 
 
-def print_goal(say: Say, search: Any) -> None:
+def print_goal(say: Say, agent: Any) -> None:
     """Say what the search is about to do."""
-    root, options = search.root, search.options
+    root, options = agent.root, agent.options
     say(
         f"the context: {root['prefill']['tokens']:,} tokens, read once in {root['prefill']['s']:.1f} s\n"
-        f"the goal: a branch with {root['goal']} verified items; at most {root['budget']} nodes to expand, "
+        f"the goal: a branch with {root['goal']} verified items; at most {root['max_steps']} nodes to expand, "
         f"{options.width} children each\n"
     )
 
@@ -103,7 +108,7 @@ def print_summary(say: Say, ours: Mapping[str, Any], copies: Mapping[str, Any] |
     say(f"{verdict}: {ours['items']} of {ours['goal']} items, score {ours['score']}, on branch {ours['best']!r}")
     say(
         f"{ours['forks']} forks, {ours['rewinds']} rewinds, {ours['dropped']} branches dropped; "
-        f"{len(ours['branches'])} kept, the root included"
+        f"{len(ours['branches'])} kept"
     )
     if ours["leg"] > 1:
         say(f"this process fed {ours['fed_before_first']} token(s) before it sampled its first one\n")

@@ -1,8 +1,8 @@
 """An agent that searches a tree: it reads a long manual once, writes tests, and a verifier runs each of them.
 
-Every branch of the search is a branch of an agentmem session: forked from the best one so far, rewound and sampled
-again where a line fails, checkpointed when a test passes, dropped when nothing helps. Stop it at any moment and start
-it again: it goes on where it was. `python examples/tree_search.py --help` lists the choices; `make demo` runs it twice.
+`agentmem.search.best_first` does the searching: it forks the best branch so far, lets the agent write one more item on
+each fork, keeps what passes as a checkpoint and drops the rest. Stop it at any moment and start it again: it goes on
+where it was. `python examples/tree_search.py --help` lists the choices; `make demo` runs it twice.
 """
 
 import argparse
@@ -10,185 +10,38 @@ import json
 import shutil
 import sys
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from _agent import Agent
 from _baseline import CopySession
 from _model import line_sampling, load_model
 from _options import parse
 from _report import Meter, Say, Spent, numbers, print_goal, print_resumed, print_summary
-from _tasks import TASKS, Task
+from _tasks import TASKS
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import agentmem
+from agentmem.search import Budget, SearchResult, best_first, look
 
 ROOT = "main"
-TOTALS = ("forks", "rewinds", "dropped", "context", "sampled", "fed", "s", "peak_nbytes")
+"""The branch that reads the context. Its extras hold what the agent did, over all processes."""
 
 
-class Search:
-    """Best-first search. What it knows is in the branches' extras, so that a stored session is a stored search.
-
-    A branch is a node of the search when its extras name it: until its item is written and verified they are those of
-    its parent. The root's extras also hold what concerns the whole search.
-    """
-
-    def __init__(
-        self, session: Any, task: Task, options: argparse.Namespace, meter: Meter, held: Callable[[], float], say: Say
-    ) -> None:
-        """Search in `session`: an `agentmem.Session`, or a `CopySession`, which has the same verbs."""
-        self.session = session
-        self.task = task
-        self.options = options
-        self.meter = meter
-        self.held = held
-        self.say = say
-        self.root: dict[str, Any] = session.branch(ROOT).extras
-
-    @property
-    def is_prepared(self) -> bool:
-        """Whether the context was read."""
-        return "node" in self.root
-
-    def prepare(self) -> None:
-        """Read the task, unless that is done: the one time that the model is fed the context."""
-        if self.is_prepared:
-            return
-        self.say(f"reading {len(self.task.context):,} characters ...")
-        with self.meter.spent() as prefill:
-            self.session.switch(ROOT)
-            if not self.session.active.num_tokens:
-                self.session.append(self.task.context + self.task.leads[0])
-            self.session.checkpoint("task")
-        self.root.update(node=ROOT, items=[], score=0.0, tried=0, current="", leg=0)
-        self.root["totals"] = dict.fromkeys(TOTALS, 0)
-        self.root["prefill"] = {"tokens": self.session.active.num_tokens, "s": prefill.s, "fed": prefill.fed}
-        self.set_goal(self.options.goal)
-
-    def set_goal(self, goal: int) -> None:
-        """Begin another leg of the search."""
-        self.root.update(goal=goal, budget=self.options.steps, leg=self.root["leg"] + 1, is_reported=False)
-        self.session.flush()
-
-    def run(self) -> None:
-        """Expand the best node until the goal is reached, the steps are used up or nothing is left to expand."""
-        self._drop_unfinished()
-        while self.root["current"] or (self.root["budget"] > 0 and not self.is_solved):
-            node = self.root["current"] or self._best_open()
-            if not node:
-                self.say("every branch is a dead end")
-                return
-            self.root["current"] = node
-            self._expand(node)
-            self.root.update(current="", budget=self.root["budget"] - 1)
-        self.session.flush()
-
-    @property
-    def nodes(self) -> dict[str, dict[str, Any]]:
-        """The extras of all nodes, by name."""
-        found = {name: self.session.branch(name).extras for name in self.session.branches}
-        return {name: extras for name, extras in found.items() if extras.get("node") == name}
-
-    @property
-    def best(self) -> str:
-        """The node with most items; of those, the one with the highest score."""
-        return max(self.nodes.items(), key=lambda node: (len(node[1]["items"]), node[1]["score"], node[0]))[0]
-
-    @property
-    def is_solved(self) -> bool:
-        """Whether a branch has as many items as were asked for."""
-        return bool(len(self.nodes[self.best]["items"]) >= self.root["goal"])
-
-    def _best_open(self) -> str:
-        """Return the node with the highest score among those that have children to try; "" when there is none."""
-        scores = [(node["score"], name) for name, node in self.nodes.items() if node["tried"] < self.options.width]
-        return max(scores, default=(0.0, ""))[1]
-
-    def _drop_unfinished(self) -> None:
-        """Drop the branch that was being written when a process ended: its seeds will write it again."""
-        for name in set(self.session.branches) - set(self.nodes):
-            self.session.switch(name)
-            self._prune(name, name.rpartition(".")[0] or ROOT)
-
-    def _expand(self, node: str) -> None:
-        """Try the children of a node that were not tried yet."""
-        extras = self.session.branch(node).extras
-        for index in range(extras["tried"], self.options.width):
-            child = child_name(node, index)
-            if child not in self.session.branches:  # else its process ended right after its checkpoint
-                with self.meter.spent() as spent:
-                    outcome = self._grow(node, child)
-                self.say(f"{self.count('forks'):3}  {child:<16} {outcome}")
-                self.count("s", spent.s)
-                self.count("fed", spent.fed)
-                self.root["totals"]["peak_nbytes"] = max(self.count("peak_nbytes"), self.held())
-            extras["tried"] = index + 1
-            self.session.flush()  # queued: costs microseconds
-
-    def _grow(self, parent: str, child: str) -> str:
-        """Fork a node, write one item, keep the branch if all lines pass; return what happened, in words."""
-        session, node = self.session, self.session.branch(parent).extras
-        session.fork(child, at=parent)
-        session.switch(child)
-        self.count("forks", 1)
-        self.count("context", session.active.num_tokens)
-        lines: list[str] = []
-        num_rewinds = self.count("rewinds")
-        before = [*node["items"], *self._items_after(parent)]
-        for lead in self.task.leads:
-            if lines:
-                session.append(lead)
-            problem = self._write_line(child, lines, before)
-            if problem:
-                self._prune(child, parent)
-                self.count("dropped", 1)
-                return f"dropped: {_short(problem)}"
-        session.append(self.task.leads[0])
-        score = round(node["score"] + 1 - 0.1 * (self.count("rewinds") - num_rewinds), 2)
-        session.active.extras.update(node=child, items=[*node["items"], lines], score=score, tried=0)
-        item = " ".join(lead.strip() + line.strip() for lead, line in zip(self.task.leads, lines, strict=True))
-        session.checkpoint(item)  # on disk when it returns
-        return f"score {score:4.1f}  {_short(item)}"
-
-    def _prune(self, child: str, parent: str) -> None:
-        """Drop a branch that leads nowhere; rewound first, so that what it wrote is not kept for a later fork."""
-        session = self.session
-        session.rewind(tokens=session.active.num_tokens - session.branch(parent).num_tokens)
-        session.switch(parent)
-        session.drop(child)
-
-    def _items_after(self, parent: str) -> list[list[str]]:
-        """Return the last items of a node's children: a new child has to find another one."""
-        children = {child_name(parent, index) for index in range(self.options.width)}
-        return [node["items"][-1] for name, node in self.nodes.items() if name in children]
-
-    def _write_line(self, child: str, lines: list[str], before: Sequence[Sequence[str]]) -> str:
-        """Sample a line until one passes, and add it to `lines`; else return what was wrong with the last one."""
-        options, problem = self.options, ""
-        for attempt in range(options.tries):
-            seed = zlib.crc32(f"{options.seed}/{child}/{len(lines)}/{attempt}".encode())
-            written = self.session.generate(seed=seed, **options.sampling)
-            self.meter.note_sampled(len(written.tokens))
-            self.count("sampled", len(written.tokens))
-            problem = self.task.check([*lines, written.text], before)
-            if not problem:
-                lines.append(written.text)
-                return ""
-            self.session.rewind(tokens=len(written.tokens))
-            self.count("rewinds", 1)
-        return problem
-
-    def count(self, name: str, amount: float = 0) -> Any:
-        """Add to a total that outlives the process; return it."""
-        self.root["totals"][name] += amount
-        return self.root["totals"][name]
-
-
-def child_name(parent: str, index: int) -> str:
-    """Return the name of a node's child: "1", "1.0", "1.0.3"."""
-    return str(index) if parent == ROOT else f"{parent}.{index}"
+def search(agent: Agent) -> SearchResult:
+    """Search until a branch has enough items or the steps are used up; go on with what an earlier process did."""
+    with agent.measured():
+        return best_first(
+            agent.session,
+            agent.expand,
+            agent.score,
+            children=agent.options.width,
+            is_done=agent.is_done,
+            budget=Budget(steps=agent.root["max_steps"]),
+            seed=agent.options.seed,
+            branch=ROOT,
+        )
 
 
 def run(options: argparse.Namespace, say: Say) -> dict[str, Any]:
@@ -201,36 +54,40 @@ def run(options: argparse.Namespace, say: Say) -> dict[str, Any]:
     started = time.perf_counter()
     with agentmem.open(options.store, model=model, tokenizer=tokenizer) as store:
         opened = Spent(time.perf_counter() - started)
-        search, resumed = open_search(store, options, Meter(model), opened, say)
-        search.prepare()
-        if options.resume and search.root["is_reported"]:
-            search.set_goal(len(search.nodes[search.best]["items"]) + 1)
-        print_goal(say, search)
-        search.run()
-        search.session.switch(search.best)
+        agent, resumed = open_agent(store, options, Meter(model), opened, say)
+        agent.prepare()
+        if options.resume and agent.root["is_reported"]:
+            agent.set_goal(agent.num_items(look(agent.session)) + 1)
+        print_goal(say, agent)
+        result = search(agent)
+        agent.session.switch(result.best)
         store.flush()
-        say(f"\n{search.session.log()}\n")
-        found = numbers(search, store.stats())
-        is_compared = search.root["leg"] == 1 and not options.no_baseline
-        copies = run_baseline(search, model, tokenizer) if is_compared else None
+        say(f"\n{agent.session.log()}\n")
+        found = numbers(agent, result, store.stats())
+        is_compared = agent.root["leg"] == 1 and not options.no_baseline
+        copies = run_baseline(agent, model, tokenizer) if is_compared else None
         print_summary(say, found, copies)
-        search.root["is_reported"] = True
+        agent.root["is_reported"] = True
     return {**found, "resumed": resumed, "baseline": copies}
 
 
-def open_search(
+def open_agent(
     store: agentmem.Store, options: argparse.Namespace, meter: Meter, opened: Spent, say: Say
-) -> tuple[Search, dict[str, Any] | None]:
-    """Return the stored search, with its best branch on the device, or a new one; and what resuming took."""
+) -> tuple[Agent, dict[str, Any] | None]:
+    """Return the agent at work on the stored search, with its best branch on the device, or on a new one.
+
+    What resuming took comes second; None for a new one.
+    """
     is_known = any(record.name == options.task for record in store.sessions())
     if options.resume and not is_known:
         raise SystemExit(f"{options.store} holds no search to resume: run without --resume first")
     with meter.spent() as spent:
         session = store.resume(options.task) if is_known else store.create(options.task)
-        search = Search(session, TASKS[options.task](), options, meter, lambda: held(store), say)
-        if search.is_prepared:
-            session.switch(search.best)
-    return search, print_resumed(say, search, opened, spent) if search.is_prepared else None
+        found = look(session)
+        if found is not None:
+            session.switch(found.best)
+    agent = Agent(session, session.branch(ROOT), TASKS[options.task](), options, meter, lambda: held(store), say)
+    return agent, None if found is None else print_resumed(say, agent, found.best, opened, spent)
 
 
 def held(store: agentmem.Store) -> float:
@@ -239,14 +96,14 @@ def held(store: agentmem.Store) -> float:
     return stats["device_nbytes"] + stats["host_nbytes"]
 
 
-def run_baseline(search: Search, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def run_baseline(agent: Agent, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Run the whole search again on `CopySession` and return its numbers: the same seeds, so the same branches."""
-    search.say("the same search with a deep copy of the cache for every branch ...")
+    agent.say("the same search with a deep copy of the cache for every branch ...")
     copies = CopySession(model, tokenizer)
-    other = Search(copies, search.task, search.options, Meter(model), lambda: copies.nbytes, lambda _text: None)
+    measure: Callable[[], float] = lambda: copies.nbytes  # noqa: E731  # asked again after every step
+    other = Agent(copies, copies.branch(ROOT), agent.task, agent.options, Meter(model), measure, lambda _text: None)
     other.prepare()
-    other.run()
-    return numbers(other, {})
+    return numbers(other, search(other), {})
 
 
 def forget_reported(options: argparse.Namespace, say: Say) -> None:
@@ -278,11 +135,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps(summary))
     return 0
-
-
-def _short(text: str) -> str:
-    plain = " ".join(text.split())
-    return plain if len(plain) <= 70 else f"{plain[:69]}…"
 
 
 if __name__ == "__main__":

@@ -335,6 +335,22 @@ def test_a_character_cut_in_two_is_kept_with_the_ids_that_were_sampled(session, 
     assert "🦜 é ü 日本" in session.active.text
 
 
+@pytest.mark.parametrize("ending", [" ", "\n", " \n\n", ""])
+@pytest.mark.parametrize("stop", [True, False])
+def test_spaces_at_the_end_of_an_answer_stay_and_are_not_doubled(session, say, template_ids, tokenizer, ending, stop):
+    spaces = [token for space in ending for token in tokenizer.encode(space)]  # not as the tokenizer would join them
+    reply = session.chat("Count.", **say([*tokenizer.encode("One, two"), *spaces], stop=stop))
+    session.fork("listed")
+    session.send("Go on.")
+    listed = session.send([user("Count."), reply.message, user("Go on.")], branch="listed")
+    again = session.send([user("Count."), reply.message, user("Go on.")], branch="listed")
+
+    assert reply.message == assistant(f"One, two{ending}")
+    assert (listed.difference, again.difference) == (None, None)
+    assert session.active.tokens == session.branch("listed").tokens
+    assert session.active.text == tokenizer.decode(template_ids([user("Count."), reply.message, user("Go on.")]))
+
+
 def test_what_a_list_does_not_have_goes_on_as_a_branch(session, say):
     messages = [SYSTEM, user("What is 2+2?")]
     reply = session.chat(messages, **say("It is 5."))

@@ -8,6 +8,7 @@ import time
 from array import array
 
 import pytest
+import torch
 
 import agentmem
 from agentmem._lmdb import Environment, Level, Table
@@ -137,11 +138,13 @@ def test_the_branch_that_is_asked_goes_before_others_that_are_as_good(session):
 
 
 def test_tokens_are_shown_before_the_difference_and_on_either_side(session):
-    found = session.explain([*TOKENS[:40], 1, 2, *TOKENS[45:]])
+    replaced = session.explain([*TOKENS[:40], 1, 2, *TOKENS[45:]])
+    removed = session.explain([*TOKENS[:40], *TOKENS[45:]])
 
-    assert found.context == tuple(TOKENS[32:40])
-    assert (found.old_tokens, found.new_tokens) == (tuple(TOKENS[40:45]), (1, 2))
-    assert (found.context_text, found.old_text, found.new_text) == ("", "", "")
+    assert replaced.context == removed.context == tuple(TOKENS[32:40])
+    assert (replaced.old_tokens, replaced.new_tokens) == (tuple(TOKENS[40:45]), (1, 2))
+    assert (removed.old_tokens, removed.new_tokens) == (tuple(TOKENS[40:56]), tuple(TOKENS[45:61]))
+    assert (replaced.context_text, replaced.old_text, replaced.new_text) == ("", "", "")
 
 
 def test_a_dropped_branch_is_still_a_match(session):
@@ -309,6 +312,23 @@ def test_kv_that_an_edit_moved_is_never_exact(store, session):
     assert reuse(found) == (130, 40, 32, Limit.APPROXIMATE)
     assert found.match.branch == "edited"
     assert fed_fresh(store, [*prompt, 1]) == found.num_to_compute_fresh == 131 - 32
+
+
+def test_an_image_is_reused_as_a_whole(store_path):
+    image, start, stop = 500, 21, 29
+    tokens = [*TOKENS[:20], 502, *[image] * (stop - start), 503, *TOKENS[20:60]]
+    types = torch.tensor([[int(token == image) for token in tokens]])
+    with agentmem.open(store_path, model=tiny_model("qwen2_5_vl"), config=CONFIG) as store:
+        session = store.create("task")
+        pixels = {"pixel_values": torch.randn(32, 96), "image_grid_thw": torch.tensor([[1, 4, 8]])}
+        session.append(tokens, mm_token_type_ids=types, **pixels)
+        session.checkpoint()
+        behind = [*tokens[:40], 1, *tokens[41:]]
+        inside, found = session.explain([*tokens[:25], 1, 2, 3]), session.explain(behind)
+
+        assert reuse(inside) == (25, start, BLOCK, Limit.MEDIA)
+        assert reuse(found) == (40, 40, 2 * BLOCK, Limit.NONE)
+        assert fed_going_on(session, behind, found) == found.num_to_compute
 
 
 def test_every_reason_of_a_report_is_a_limit_too():

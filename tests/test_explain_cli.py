@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -90,9 +91,7 @@ def write(tmp_path):
 
 @pytest.fixture(scope="module")
 def folder():
-    from tests.conftest import MODELS
-
-    return models.smollm2_folder(MODELS)
+    return models.smollm2_folder(Path(__file__).parent.parent / ".models")
 
 
 def changed(ids):

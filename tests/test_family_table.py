@@ -33,7 +33,7 @@ FAMILIES = {
     "Gemma 3n (shared KV)": "gemma3n",
     "Gemma 4": "gemma4",
     "Llama 4 (chunked)": "llama4",
-    "Phi-3 (longrope, crosses 64)": "phi3",
+    "Phi-3 (longrope, beyond 64)": "phi3",
     "Llama (dynamic NTK, within 64)": "dynamic-ntk",
     "DeepSeek-V3 (MLA)": "deepseek_v3",
     "DeepSeek-V3.2 (MLA, indexer)": "deepseek_v32",

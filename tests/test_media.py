@@ -321,6 +321,22 @@ def test_lost_kv_is_computed_again_from_the_stored_images(family, store_path):
     assert is_right
 
 
+def test_text_may_come_as_a_processor_hands_it_over(family, model, store_path):
+    nothing = {"attention_mask": ones(TEXT[:20]), family.types: torch.zeros(1, 20, dtype=torch.long)}
+
+    with agentmem.open(store_path, model=model, config=CONFIG) as store:
+        session = store.create("s")
+        session.append(TEXT[:20], **nothing)
+        is_right = family.is_stock(model, session.active, [], session.forward())
+        other = store.create("other")
+        other.append(TEXT[:20])
+        other.forward()
+        num_reused = other.report.num_reused
+
+    assert is_right
+    assert num_reused >= 16
+
+
 # -- identity
 
 

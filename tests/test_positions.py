@@ -384,6 +384,34 @@ def test_per_layer_schemes_are_held_to_the_regime_too(store_path):
     assert is_long
 
 
+# -- positions that are not the token's index
+
+
+def test_a_model_that_counts_from_its_padding_id_is_left_to_count(store_path):
+    options = {name: value for name, value in SHAPE.items() if name != "num_key_value_heads"}
+    config = AutoConfig.for_model("roberta", **options, vocab_size=512, is_decoder=True, pad_token_id=1)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    tokens = [token % 500 + 5 for token in TOKENS[:40]]
+
+    with agentmem.open(store_path, model=model, config=CHUNKED) as store:
+        session = store.create("s")
+        session.append(tokens[:36])
+        right = [is_stock(model, session.active, session.forward([token])) for token in tokens[36:]]
+
+    assert all(right)
+
+
+def test_a_model_that_counts_from_0_in_every_pass_is_told_the_positions(store_path, tiny):
+    with agentmem.open(store_path, model=tiny("bamba"), config=CONFIG) as store:  # counts from 0 in every pass
+        session = store.create("s")
+        session.append(TOKENS[:20])
+        session.forward()
+        is_right = is_stock(tiny("bamba"), session.active, session.forward(TOKENS[20:24]))
+
+    assert is_right
+
+
 # -- modules
 
 

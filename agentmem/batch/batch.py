@@ -42,8 +42,8 @@ class BatchOwner(Protocol):
         """Keep other threads out, and `entries` on the device, while a batch of them runs."""
         ...
 
-    def entry(self, name: str) -> BranchEntry:
-        """Return what is kept of a branch."""
+    def member(self, branch: str | Branch) -> "Member":
+        """Return a branch as a batch takes it."""
         ...
 
     def fork(self, name: str, *, branch: str) -> Branch:
@@ -211,15 +211,11 @@ class Batch:
             InvalidInputError: An id is not in the vocabulary, or a branch or a continuation is empty.
         """
         members = [self._member(name) for name in continuations]
-        read = [
-            [self._read(member, each) for each in _several(continuations[member.key])] for member in members
-        ]
+        read = [[self._read(member, each) for each in _several(continuations[member.key])] for member in members]
         with self._working([(member, 0) for member in members]):
             tried = [(member, ids) for member, several in zip(members, read, strict=True) for ids in several]
             found = iter(score([member.state.fork(member.key) for member, _ in tried], [ids for _, ids in tried]))
-        return {
-            member.key: [next(found) for _ in several] for member, several in zip(members, read, strict=True)
-        }
+        return {member.key: [next(found) for _ in several] for member, several in zip(members, read, strict=True)}
 
     # -- who is in it
 
@@ -239,7 +235,7 @@ class Batch:
         prefix = member.key.removesuffix(source)
         for new in names:
             owner.fork(new, branch=source)
-            self._add(Member(f"{prefix}{new}", owner, owner.entry(new)))
+            self._add(Member(f"{prefix}{new}", owner, owner.member(new).entry))
         return [f"{prefix}{new}" for new in names]
 
     def join(self, branch: str | Branch) -> None:

@@ -16,7 +16,8 @@ from agentmem.marks import MarkKind
 from agentmem.runtime import Runtime
 from agentmem.state import BranchState
 from agentmem.tiers.device import Workspace
-from agentmem.tiers.frontier import Frontier, Place, order_of
+from agentmem.tiers.frontier import Frontier
+from agentmem.tiers.plan import Place, order_of
 from agentmem.tiers.runs import Cursor
 
 MIN_SHARE = 0.75
@@ -121,13 +122,16 @@ class Feeder:
         """Say whether the branches can be fed in one pass."""
         if len(states) < 2 or not self._model.takes([len(part) for part in tokens]):
             return False
-        if len({state.live is None for state in states}) > 1 or any(state.num_kv > state.num_computed for state in states):
+        if len({state.live is None for state in states}) > 1 or any(
+            state.num_kv > state.num_computed for state in states
+        ):
             return False
-        regimes = {self._runtime.adapter.regime(state.num_computed + len(part)) for state, part in zip(states, tokens, strict=True)}
+        regimes = {
+            self._runtime.adapter.regime(state.num_computed + len(part))
+            for state, part in zip(states, tokens, strict=True)
+        }
         has_media = any(
-            mark.kind is MarkKind.MEDIA and state.num_computed < mark.stop
-            for state in states
-            for mark in state.marks
+            mark.kind is MarkKind.MEDIA and state.num_computed < mark.stop for state in states for mark in state.marks
         )
         return len(regimes | {state.regime for state in states}) == 1 and not has_media
 
@@ -170,7 +174,7 @@ class Feeder:
         self._num_fed += num_tokens
 
     def _stacked_states(self) -> list[Tensor] | None:
-        """Return the layer states of all rows, `[N, ...]` each; None for a model without, and before the first token."""
+        """Return the layer states of all rows, `[N, ...]` each; None when there are none."""
         found = [state.tensors(state.live) for state in self._members if state.live is not None]
         return [torch.cat(tensors) for tensors in zip(*found, strict=True)] if found else None
 
@@ -180,7 +184,12 @@ class Feeder:
         is_known = all(any(state is member for member in self._members) for state in states)
         share = 1.0 if self._runtime.adapter.spec.states else MIN_SHARE  # a state takes no filling
         is_lean = len(states) >= share * len(self._members)
-        if frontier is not None and is_known and is_lean and frontier.is_current([each.cursor for each in self._members]):
+        if (
+            frontier is not None
+            and is_known
+            and is_lean
+            and frontier.is_current([each.cursor for each in self._members])
+        ):
             return frontier
         return self._rebuild(states)
 

@@ -65,9 +65,7 @@ def _generate(feeder: Feeder, branches: Sequence[Continued], on_token: OnToken |
         logits = [each[-1] for each in found]
 
 
-def _choose(
-    branches: Sequence[Continued], logits: Sequence[Tensor], on_token: OnToken | None
-) -> list[Continued]:
+def _choose(branches: Sequence[Continued], logits: Sequence[Tensor], on_token: OnToken | None) -> list[Continued]:
     """Choose a token for every branch; return those that go on."""
     if all(branch.sampler.is_greedy for branch in branches):
         tokens = torch.stack(list(logits)).argmax(-1).tolist()

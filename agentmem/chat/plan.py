@@ -147,13 +147,24 @@ class Planner:
 
     def _turns(self, sent: Sent, alignment: Alignment, tokens: list[int]) -> list[Turn]:
         """Return the turns of the branch once it holds the list, as `tokens`: those that stay are as they were."""
-        known = {(turn.role, turn.start, turn.end): turn for turn in self.finished()}
+        known = {turn.start: turn for turn in self.finished() if (turn.end or 0) <= alignment.num_kept}
         turns: list[Turn] = []
         for index in range(len(sent.messages)):
             turn = _turn(sent, index, alignment)
-            old = known.get((turn.role, turn.start, turn.end)) if (turn.end or 0) <= alignment.num_kept else None
-            turns.append(note_content(turn, tokens, self.template.decode) if old is None else old)
+            old = known.get(turn.start)
+            is_same = old is not None and old.role == turn.role and self._ends_alike(old, turn, sent, index, alignment)
+            turns.append(old if is_same and old is not None else note_content(turn, tokens, self.template.decode))
         return turns
+
+    def _ends_alike(self, old: Turn, turn: Turn, sent: Sent, index: int, alignment: Alignment) -> bool:
+        """Say whether a message of the list ends where a turn of the branch does, but for spaces."""
+        if old.end == turn.end:
+            return True
+        special, new = self.template.special, sent.encoded.tokens
+        end = sent.rendering.ends[index]
+        first = _token_at(sent.encoded, sent.rendering.stop(index) if end is None else end)
+        border = _next_special(new, first, special)
+        return alignment.place(border) == _next_special(self.tokens, old.end or 0, special)
 
     def after(self, plan: Plan) -> "Planner":
         """Return a planner for the branch as it is once a plan has been carried out."""
@@ -249,6 +260,11 @@ class Planner:
 
     def _has_text(self, tokens: Sequence[int]) -> bool:
         return bool(self.template.decode([token for token in tokens if token not in self.template.special]).strip())
+
+
+def _next_special(tokens: Sequence[int], start: int, special: frozenset[int]) -> int:
+    """Return the index of the first special token at or behind `start`; the number of tokens without one."""
+    return next((index for index in range(start, len(tokens)) if tokens[index] in special), len(tokens))
 
 
 def _token_at(encoded: Encoded, position: int) -> int:

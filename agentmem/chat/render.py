@@ -163,7 +163,7 @@ class Renderer:
             marked = [_marked(message, f"{mark}{at}{mark}", is_blank_marked) for at, message in enumerate(messages)]
             unmarked, places = _without_marks(self._text(marked, is_prompt=False), mark)
             if unmarked == text:
-                return [places.get(index) for index in range(len(messages))]
+                return [_over_spaces(message, places.get(at), text) for at, message in enumerate(messages)]
         return _sought_ends(messages, text)  # the template looks at how contents end
 
     def _starts(self, messages: Sequence[Message], text: str, ends: Sequence[int | None]) -> list[int]:
@@ -206,9 +206,8 @@ def _is_bare(message: Message) -> bool:
 
 
 def _outline(message: Message) -> Message:
-    """Return a message with a short content in the place of its own, and the spaces behind it."""
-    text = text_of(message)
-    return {**message, "content": "x" + text[len(text.rstrip()) :]} if text.strip() else dict(message)
+    """Return a message with a short content in the place of its own."""
+    return {**message, "content": "x" if text_of(message).strip() or not message.get("tool_calls") else ""}
 
 
 def _made_up(message: Message | None) -> list[Message]:
@@ -273,6 +272,13 @@ def _without_marks(text: str, mark: str) -> tuple[str, dict[int, int]]:
     return "".join([*pieces, text[at:]]), places
 
 
+def _over_spaces(message: Message, place: int | None, text: str) -> int | None:
+    """Return where a content ends whose last letter ends at `place`: spaces behind it may have been kept."""
+    content = text_of(message)
+    spaces = content[len(content.rstrip()) :]
+    return None if place is None else place + len(common_prefix(spaces, text[place : place + len(spaces)]))
+
+
 def _sought_ends(messages: Sequence[Message], text: str) -> list[int | None]:
     """Return where the content of each message ends, by looking for one after the other."""
     ends: list[int | None] = []
@@ -287,10 +293,10 @@ def _sought_ends(messages: Sequence[Message], text: str) -> list[int | None]:
 
 def _body(message: Message, end: int | None, text: str) -> int | None:
     """Return where a message's content begins."""
-    content = text_of(message).rstrip()
-    if end is None or not content:
+    content = text_of(message)
+    if end is None:
         return None
-    for written in (content, content.lstrip()):
-        if text.endswith(written, 0, end):
+    for written in (content, content.lstrip(), content.rstrip(), content.strip()):
+        if written and text.endswith(written, 0, end):
             return end - len(written)
     return None

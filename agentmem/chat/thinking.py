@@ -40,6 +40,8 @@ def plan_without_thinking(planner: Planner) -> Plan | None:
             message = index if message < 0 else message
     if message < 0:
         return None
+    if planner.log.turns[-1].end is None:
+        turns[-1] = dataclasses.replace(turns[-1], end=None)  # it has no closing yet
     num_kept = _num_common(planner.tokens, tokens)
     decode = planner.template.decode
     place = Place(

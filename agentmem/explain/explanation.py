@@ -53,8 +53,8 @@ class Explanation:
         num_equal_after: Tokens behind that place that are the same in both.
         num_differences: Places at which the two differ.
         context: The last equal tokens before the difference.
-        old_tokens: The first tokens that the prompt lacks.
-        new_tokens: The first tokens that it has in their place, or behind what is stored.
+        old_tokens: Stored tokens from the difference on, 16 at most; of a replacement, those that the prompt lacks.
+        new_tokens: Tokens of the prompt from there on, 16 at most; of a replacement, those that are new.
         context_text: Text of `context`; "" without a tokenizer, as the next two.
         old_text: Text of `old_tokens`.
         new_text: Text of `new_tokens`.

@@ -170,10 +170,9 @@ class _Search:
         equal = found.equal
         change = difference.change if equal or difference.is_met_again else Change.NOTHING_IN_COMMON
         is_going_on = change in CONTINUING
-        num_old, num_new = (
-            _NUM_SHOWN if is_going_on else min(num_tokens, _NUM_SHOWN)
-            for num_tokens in (difference.num_removed, difference.num_inserted or len(self._tokens))
-        )
+        num_old = num_new = _NUM_SHOWN
+        if difference.num_removed and difference.num_inserted:
+            num_old, num_new = min(num_old, difference.num_removed), min(num_new, difference.num_inserted)
         context = window(stored, equal - _NUM_BEFORE, equal)
         old, new = window(stored, equal, equal + num_old), window(self._packed, equal, equal + num_new)
         return Explanation(

@@ -108,7 +108,7 @@ class Nursery(Generic[B]):
             for index in self._indexes(expansion.node, expansion.num_children)
         ]
         names, seeds = [child.name for child in children], [child.seed for child in children]
-        generate_children(self._session, names, sampling.options, seeds)
+        generate_children(self._session, names, sampling, seeds)
         return children
 
     def _call(self, parent: Node, num_children: int, grow: Grow[B]) -> Iterator[Child]:
@@ -149,20 +149,20 @@ class Nursery(Generic[B]):
 
 
 def generate_children(
-    session: SearchSession[B], names: Sequence[str], options: dict[str, object], seeds: Sequence[int]
+    session: SearchSession[B], names: Sequence[str], sampling: Sampling, seeds: Sequence[int]
 ) -> None:
     """Continue several branches with the model, together, each from its own seed.
 
     Raises:
         CapacityError: The device budget is too small for one of them alone.
     """
-    seeded = {name: {"seed": seed} for name, seed in zip(names, seeds, strict=True)}
+    options = {name: {**sampling.options, "seed": seed} for name, seed in zip(names, seeds, strict=True)}
     try:
         with session.batch(names) as batch:
-            batch.generate(per_branch=seeded, **options)
+            batch.generate(per_branch=options, max_new_tokens=sampling.max_new_tokens)
     except CapacityError:
         if len(names) == 1:
             raise
         middle = len(names) // 2  # the batch left all branches as they were
-        generate_children(session, names[:middle], options, seeds[:middle])
-        generate_children(session, names[middle:], options, seeds[middle:])
+        generate_children(session, names[:middle], sampling, seeds[:middle])
+        generate_children(session, names[middle:], sampling, seeds[middle:])

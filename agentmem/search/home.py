@@ -17,6 +17,10 @@ SCORE = "score"
 """Where in its extras a node's score is; `Session.log` shows it."""
 
 
+MESSAGE = "message"
+"""Where in its extras an `expand` may say what its child's checkpoint is to be called."""
+
+
 class Home(Generic[B]):
     """What one search has in a session.
 
@@ -68,8 +72,9 @@ class Home(Generic[B]):
 
     def checkpoint(self, branch: B, node: Node) -> bytes:
         """Make a node of a branch: a durable checkpoint with its score; return the checkpoint's id."""
+        message = branch.extras.pop(MESSAGE, self._branch_name(node.number))
         branch.extras.update({KEY: mark(self.name, node), SCORE: node.score})
-        return branch.checkpoint(f"{self.name}/{node.number}").checkpoint_id
+        return branch.checkpoint(str(message)).checkpoint_id
 
     def commit(self, stored: Stored) -> None:
         """Write the record, then drop the branches of nodes that it no longer keeps.

@@ -80,8 +80,8 @@ class SearchBatch(Protocol):
         """Let the branches go, with what they were given."""
         ...
 
-    def generate(self, *, per_branch: Mapping[str, Mapping[str, object]], **options: object) -> object:
-        """Continue every branch, with options of its own and common ones."""
+    def generate(self, *, per_branch: Mapping[str, Mapping[str, object]], max_new_tokens: int) -> object:
+        """Continue every branch with options of its own."""
         ...
 
 

@@ -44,7 +44,7 @@ class Stored:
 def pack(stored: Stored) -> dict[str, object]:
     """Return what is kept as plain data. A node takes about 60 bytes of the megabyte that extras may have."""
     return {
-        "name": stored.name,
+        **mark(stored.name),
         "format": FORMAT,
         "policy": stored.policy,
         "seed": str(stored.seed),  # any int, where msgpack ends at 64 bits

@@ -12,13 +12,14 @@ This file knows nothing of tokens' values, of blocks or of sessions.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from agentmem.errors import CapacityError
-from agentmem.tiers.device import DeviceTier, Workspace
+from agentmem.tiers.device import DeviceTier
+from agentmem.tiers.plan import Node, Piece, Place, pieces_of, private_pieces, shared_nodes
 from agentmem.tiers.runs import Cursor, Run, Segment, Storage
 
 LayerKV = tuple[Tensor, Tensor]
@@ -43,21 +44,6 @@ class SharedKV:
     layers: list[LayerKV]
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a branch's KV is.
-
-    Attributes:
-        workspace: Of its session.
-        cursor: The branch's own; the frontier moves it.
-        alias: A cursor of another session with the same leading tokens, and its workspace: there they are shared.
-    """
-
-    workspace: Workspace
-    cursor: Cursor
-    alias: "tuple[Workspace, Cursor] | None" = None
-
-
 class RowStorage(Storage):
     """One row of a frontier's buffer, which lives as long as any row of it does."""
 
@@ -66,50 +52,6 @@ class RowStorage(Storage):
     def __init__(self, whole: Storage, index: int) -> None:
         super().__init__([section[index] for section in whole.sections], whole.capacity, 0)
         self.whole = whole
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """The tokens [low, high) of a path, in one run."""
-
-    workspace: Workspace
-    run: Run
-    low: int
-    high: int
-
-    def memory(self) -> tuple[Storage, int]:
-        """Return the storage that has the tokens, and the slot of the first."""
-        run = self.run
-        if run.is_attached and self.workspace.storage is not None:
-            return self.workspace.storage, self.low
-        segment = run.segment
-        if segment is None or segment.length < self.high - run.start:
-            raise RuntimeError(f"the tokens {self.low:,} to {self.high:,} of a row are not on the device")
-        return segment.storage, segment.offset + self.low - run.start
-
-
-@dataclass(slots=True)
-class _Node:
-    """Neighbouring pieces that the same rows have, in one stretch of memory."""
-
-    rows: tuple[int, ...]
-    pieces: list[_Piece]
-    storage: Storage
-    slot: int
-
-    @property
-    def num_tokens(self) -> int:
-        return self.pieces[-1].high - self.pieces[0].low
-
-    def is_in_place(self) -> bool:
-        """Say whether the tokens still are where they were."""
-        first = self.pieces[0].low
-        return all(
-            piece.run.start <= piece.low
-            and piece.run.stop >= piece.high
-            and piece.memory() == (self.storage, self.slot + piece.low - first)
-            for piece in self.pieces
-        )
 
 
 @dataclass(slots=True)
@@ -165,12 +107,12 @@ class Frontier:
             CapacityError: The rows do not fit the device budget.
         """
         self._tier = tier
-        paths = [_pieces(place) for place in places]
+        paths = [pieces_of(place) for place in places]
         limits = [place.cursor.length - num_private for place in places]
         self._nodes = [
-            node for node in _shared(paths, limits) if is_worth_sharing(len(node.rows), node.num_tokens)
+            node for node in shared_nodes(paths, limits) if is_worth_sharing(len(node.rows), node.num_tokens)
         ]
-        private = [_private(path, index, self._nodes) for index, path in enumerate(paths)]
+        private = [private_pieces(path, index, self._nodes) for index, path in enumerate(paths)]
         lengths = [sum(piece.high - piece.low for piece in pieces) for pieces in private]
         self._border = max(lengths, default=0)
         self.num_copied = sum(lengths)
@@ -274,7 +216,7 @@ class Frontier:
             section[:, :, :, num_filled:].zero_()
         return whole
 
-    def _fill(self, index: int, place: Place, pieces: Sequence[_Piece], length: int) -> Row:
+    def _fill(self, index: int, place: Place, pieces: Sequence[Piece], length: int) -> Row:
         """Copy a row's own tokens into it, up to the border that all rows begin to grow from."""
         storage = RowStorage(self.whole, index)
         slot = self._border - length
@@ -288,7 +230,7 @@ class Frontier:
             slot += size
         return Row(place, place.cursor.length, self._border - length, self._border, storage)
 
-    def _take_over(self, row: Row, pieces: Sequence[_Piece], old: Storage) -> None:
+    def _take_over(self, row: Row, pieces: Sequence[Piece], old: Storage) -> None:
         """Let runs in the buffer that this one replaces live in the row's copy of them."""
         slot = row.first
         for piece in pieces:
@@ -311,7 +253,7 @@ class Frontier:
                 with row.place.workspace.lock:
                     segment.storage, segment.offset, segment.room = storage, 0, storage.capacity
 
-    def _views(self, node: _Node) -> SharedKV:
+    def _views(self, node: Node) -> SharedKV:
         start, stop = node.slot, node.slot + node.num_tokens
         keys_and_values = zip(node.storage.sections[::2], node.storage.sections[1::2], strict=True)
         layers = [
@@ -328,79 +270,6 @@ class Frontier:
             for keys, values in zip(sections[::2], sections[1::2], strict=True)
             for layer in range(keys.shape[1])
         ]
-
-
-def order_of(places: Sequence[Place]) -> list[int]:
-    """Return the indices of the places in an order in which those that share much are neighbours."""
-    keys = [[id(piece.run) for piece in _pieces(place)] for place in places]
-    return sorted(range(len(places)), key=keys.__getitem__)
-
-
-def _pieces(place: Place) -> list[_Piece]:
-    """Return where a branch's tokens are, from the first on."""
-    shared: list[_Piece] = []
-    skip = 0
-    if place.alias is not None:
-        workspace, cursor = place.alias
-        skip = cursor.length
-        shared = [_Piece(workspace, run, run.start, stop) for run, stop in cursor.path()]
-    own = [
-        _Piece(place.workspace, run, max(run.start, skip), stop) for run, stop in place.cursor.path() if stop > skip
-    ]
-    return shared + own
-
-
-def _shared(paths: Sequence[Sequence[_Piece]], limits: Sequence[int]) -> list[_Node]:
-    """Return what two or more rows have, each row's tokens up to its limit."""
-    by_run: dict[int, list[tuple[int, _Piece]]] = {}
-    for index, (path, limit) in enumerate(zip(paths, limits, strict=True)):
-        for piece in path:
-            high = min(piece.high, limit)
-            if high > piece.low:
-                cut = _Piece(piece.workspace, piece.run, piece.low, high)
-                by_run.setdefault(id(piece.run), []).append((index, cut))
-    nodes: list[_Node] = []
-    for found in by_run.values():
-        for rows, piece in _steps(found):
-            _add(nodes, rows, piece)
-    return nodes
-
-
-def _steps(found: Sequence[tuple[int, _Piece]]) -> Iterable[tuple[tuple[int, ...], _Piece]]:
-    """Cut one run where rows come and go; give the parts that two or more rows have."""
-    first = found[0][1]
-    borders = sorted({border for _, piece in found for border in (piece.low, piece.high)})
-    for low, high in zip(borders, borders[1:], strict=False):
-        rows = tuple(index for index, piece in found if piece.low <= low and piece.high >= high)
-        if len(rows) > 1:
-            yield rows, _Piece(first.workspace, first.run, low, high)
-
-
-def _add(nodes: list[_Node], rows: tuple[int, ...], piece: _Piece) -> None:
-    """Add a shared piece, to the node before it where the same rows have both and they are neighbours in memory."""
-    storage, slot = piece.memory()
-    last = next((node for node in reversed(nodes) if node.rows == rows), None)
-    if last is not None and last.pieces[-1].high == piece.low:
-        if last.storage is storage and last.slot + last.num_tokens == slot:
-            last.pieces.append(piece)
-            return
-    nodes.append(_Node(rows, [piece], storage, slot))
-
-
-def _private(path: Sequence[_Piece], index: int, nodes: Sequence[_Node]) -> list[_Piece]:
-    """Return the parts of a row's path that no node has for it."""
-    spans = sorted((node.pieces[0].low, node.pieces[-1].high) for node in nodes if index in node.rows)
-    found: list[_Piece] = []
-    for piece in path:
-        low = piece.low
-        for start, stop in spans:
-            if start < piece.high and stop > low:
-                if start > low:
-                    found.append(_Piece(piece.workspace, piece.run, low, start))
-                low = max(low, stop)
-        if low < piece.high:
-            found.append(_Piece(piece.workspace, piece.run, low, piece.high))
-    return found
 
 
 def _segments_on(row: Row, storage: Storage) -> list[Segment]:

@@ -36,7 +36,10 @@ _OURS = frozenset(
 
 _NEEDS_MORE = {
     "num_beams": (1, "beam search needs several branches: session.batch, or agentmem.search"),
-    "num_return_sequences": (1, "several sequences need a branch each: session.batch forks and continues them together"),
+    "num_return_sequences": (
+        1,
+        "several sequences need a branch each: session.batch forks and continues them together",
+    ),
     "assistant_model": (None, "assisted decoding on a filled cache gives wrong text in transformers"),
     "prompt_lookup_num_tokens": (None, "prompt lookup on a filled cache gives wrong text in transformers"),
     "penalty_alpha": (None, "contrastive search needs several branches"),
@@ -74,7 +77,7 @@ class TransformersAdapter:
         probe = partial(probe_encoder_decoder, model) if model.config.is_encoder_decoder else None
         with settled(model):
             self.spec = derive_spec(model, config.block_size, probe)
-            self._identity = ModelIdentity(model, self.spec, config.num_threads)
+        self._identity = ModelIdentity(model, self.spec, config.num_threads)
         self.model_name = str(model.config.name_or_path or type(model).__name__)
         self.tokenizer_hash, self.template_hash = tokenizer_hashes(tokenizer)
         self._tokenizer = tokenizer
@@ -113,6 +116,11 @@ class TransformersAdapter:
                     f"token {token} at index {index} is not in the model's vocabulary of {self._vocab_size:,}; nothing "
                     f"was appended"
                 )
+
+    @property
+    def is_stepwise(self) -> bool:
+        """Whether the model forgets its states when it is fed several tokens on top of them."""
+        return self._passes.is_stepwise
 
     def regime(self, num_tokens: int) -> bytes:
         """Name the rotary regime that KV of `num_tokens` tokens is in; b"" when no length matters."""

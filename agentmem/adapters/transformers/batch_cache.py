@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DummyLayer, DynamicCache, DynamicLayer
 
+from agentmem.adapters.transformers.cache import CacheLayer
 from agentmem.adapters.transformers.cascade import LayerRows, rows_of, shared_layer
 from agentmem.adapters.transformers.layers import BranchStateLayer, CurrentPass
 from agentmem.batching import RowsPass
@@ -195,7 +196,7 @@ class RowsCache(DynamicCache):
         """Return which layers keep states only; none where all do (see `BranchCache.is_linear`)."""
         return super().is_linear if self._rows else [False] * len(self.layers)
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - transformers passes it by name
         """Return the tokens of the longest row."""
         return max(self.view.rows.lengths)
 
@@ -250,7 +251,7 @@ class RowsCache(DynamicCache):
         if isinstance(layer, BranchStateLayer):
             layer.touch(name, state_idx)
 
-    def _make_layers(self) -> list[CacheLayerMixin]:
+    def _make_layers(self) -> list[CacheLayer]:
         spec = self._spec
         offsets = [sum(group.num_layers for group in spec.groups[:index]) for index in range(len(spec.groups))]
         states: dict[int, list[tuple[int, StateSpec]]] = {}
@@ -258,9 +259,7 @@ class RowsCache(DynamicCache):
             states.setdefault(state.layer, []).append((place, state))
         return [self._make_layer(layer, offsets, states.get(index, [])) for index, layer in enumerate(spec.layers)]
 
-    def _make_layer(
-        self, layer: LayerSpec, offsets: Sequence[int], states: list[tuple[int, StateSpec]]
-    ) -> CacheLayerMixin:
+    def _make_layer(self, layer: LayerSpec, offsets: Sequence[int], states: list[tuple[int, StateSpec]]) -> CacheLayer:
         if layer.group is None:
             return BranchStateLayer(self._states, states) if states else DummyLayer()
         index = offsets[layer.group] + layer.row

@@ -13,15 +13,17 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttention
 from agentmem.adapters.transformers.geometry import cache_argument, new_cache, unchanged
 from agentmem.batching import RowsPass, RowsResult
 from agentmem.kv.spec import KVSpec
-from agentmem.tiers.frontier import LayerKV, SharedKV
 from agentmem.marks import Mark, Marks
+from agentmem.tiers.frontier import LayerKV, SharedKV
 
 _NUM_SHARED = 5
 _OWN = ((3, 1), (2, 2))
 """For each row: tokens that it has alone, and tokens of the pass. Rows with layer states are of one length."""
 _NUM_ROOM = 8
-_TOLERANCE = 0.03
-"""Of the logits, relative. bf16 in another batch: up to 0.02. Without what is shared: 0.3 and more (random weights)."""
+_TOLERANCES = {"float32": 0.01, "float64": 0.01}
+_TOLERANCE = 0.1
+"""Of the logits, relative. fp32: below 1e-4. bf16: 0.02 to 0.04 (SmolLM2), as in another batch or other passes. Without
+what is shared, or with a wrong mask: 0.9 and more (tests/test_batch.py)."""
 _NUM_TRIALS = 3
 """One that fits is enough: in bf16, a mixture of experts may choose others by chance."""
 
@@ -75,7 +77,7 @@ class Probe:
         """Return why rows can't be fed in one pass; "" when they give the logits that each gives alone."""
         with unchanged(self._model):
             distances = [self._distance(run, trial, is_split=is_split) for trial in range(_NUM_TRIALS)]
-        if min(distances) <= _TOLERANCE:
+        if min(distances) <= _TOLERANCES.get(self._spec.dtype, _TOLERANCE):
             return ""
         return f"logits differ by {min(distances):.0%} from those of each branch alone"
 
@@ -130,7 +132,9 @@ class Probe:
         if positions is not None:
             given["position_ids"] = positions
         with torch.no_grad():
-            logits: Tensor = self._model(input_ids=torch.tensor([list(tokens)], device=self._model.device), **given).logits
+            logits: Tensor = self._model(
+                input_ids=torch.tensor([list(tokens)], device=self._model.device), **given
+            ).logits
         return logits[0, -1]
 
     def _rows(
@@ -209,7 +213,7 @@ class Probe:
 
     def _held(self, layer: object, name: str, index: int) -> Tensor:
         if not isinstance(layer, LinearAttentionLayer):
-            raise LookupError(f"a layer with states became {type(layer).__name__}")
+            raise LookupError(f"a layer with states became {type(layer).__name__}")  # noqa: TRY004 - of the model, not of a caller
         state = (layer.conv_states if name == "conv" else layer.recurrent_states)[index]
         if state is None:
             raise LookupError(f"a {name} state is missing")

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from agentmem.tiers.frontier import LayerKV, SharedKV
 
-CPU_SHARED_PRODUCT = 1500
-"""On a CPU, (rows - 1) x tokens from which tokens are attended once for all rows; below, copying them into each row is
-faster: a part more costs about ten small operations a layer (benchmarks/batch.py)."""
+CPU_SHARED_PRODUCT = 600
+"""On a CPU, (rows - 1) x tokens from which tokens are attended once for all rows. Below, copying them into each row is
+faster: a part more costs about ten small operations a layer (docs/benchmarks.md has the measurements)."""
 
 CUDA_SHARED_PRODUCT = 8192
 """The same on CUDA, where small operations weigh more; an estimate (benchmarks/gpu.py measures it)."""

@@ -5,12 +5,13 @@ is read as a whole), or count positions from 0 in every pass unless they are giv
 itself, so that nobody has to know their names.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from agentmem.adapters.transformers.continuation import plain_tokens
 from agentmem.adapters.transformers.geometry import cache_argument, new_cache, unchanged
 from agentmem.adapters.transformers.regimes import settled
 from agentmem.errors import UnsupportedModelError
@@ -25,29 +26,32 @@ Positions = Callable[[int, int], Tensor | None]
 """Gives the positions of the text tokens [start, stop); None when the model is to count by itself."""
 
 
-def check_causal(model: PreTrainedModel, positions: Positions, placeholders: Mapping[int, str]) -> None:
-    """Refuse a model that gives other logits when tokens come in several passes. Feeds it a few tokens.
-
-    Args:
-        model: A decoder.
-        positions: What it is to be given.
-        placeholders: Tokens that are no text.
+def check_causal(model: PreTrainedModel, positions: Positions) -> None:
+    """Refuse a model that is not causal (see `is_causal`).
 
     Raises:
         UnsupportedModelError: KV would depend on how the tokens were fed, or on tokens that come later.
     """
-    text = [token for token in range(sum(_LENGTHS) + _NUM_TRIALS + len(placeholders)) if token not in placeholders]
-    with unchanged(model), settled(model):
-        trials = (text[trial : trial + sum(_LENGTHS)] for trial in range(_NUM_TRIALS))
-        fits = any(_is_causal(model, tokens, positions) for tokens in trials)
-    if not fits:
+    if not is_causal(model, positions):
         raise UnsupportedModelError(
             f"{type(model).__name__} gives other logits for tokens fed in one pass than in two: its tokens attend to "
             f"later ones, or it does not go on from what its cache holds. Its KV can't be kept by prefix"
         )
 
 
-def _is_causal(model: PreTrainedModel, tokens: Sequence[int], positions: Positions) -> bool:
+def is_causal(model: PreTrainedModel, positions: Positions) -> bool:
+    """Tell whether a decoder gives the same logits for tokens fed in one pass and in two. Feeds it a few tokens.
+
+    Args:
+        model: A decoder.
+        positions: What it is given in the two passes; in the one it counts by itself.
+    """
+    tokens = plain_tokens(model, sum(_LENGTHS) + _NUM_TRIALS - 1)
+    with unchanged(model), settled(model):
+        return any(_fits(model, tokens[trial : trial + sum(_LENGTHS)], positions) for trial in range(_NUM_TRIALS))
+
+
+def _fits(model: PreTrainedModel, tokens: Sequence[int], positions: Positions) -> bool:
     whole = _logits(model, tokens, (len(tokens),), lambda _start, _stop: None)
     parts = _logits(model, tokens, _LENGTHS, positions)
     return float((whole - parts).norm()) <= _TOLERANCE * float(whole.norm())

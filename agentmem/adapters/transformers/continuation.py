@@ -36,7 +36,7 @@ def needs_single_steps(model: PreTrainedModel, spec: KVSpec) -> bool:
 
 def _states(model: PreTrainedModel, layer_index: int, lengths: Sequence[int]) -> list[Tensor]:
     """Feed tokens in passes of the given lengths; return the states of one layer."""
-    cache, tokens, position = new_cache(model), _plain_tokens(model, sum(lengths)), 0
+    cache, tokens, position = new_cache(model), plain_tokens(model, sum(lengths)), 0
     has_positions = "position_ids" in inspect.signature(model.forward).parameters
     for length in lengths:
         part = slice(position, position + length)
@@ -51,11 +51,12 @@ def _states(model: PreTrainedModel, layer_index: int, lengths: Sequence[int]) ->
     return [state for found in states for state in found.values() if state is not None]
 
 
-def _plain_tokens(model: PreTrainedModel, num_tokens: int) -> list[int]:
+def plain_tokens(model: PreTrainedModel, num_tokens: int) -> list[int]:
     """Return different token ids that stand for no media and no control of the model."""
     configs = (model.config, model.config.get_text_config(decoder=True))
     given = [value for config in configs for name, value in vars(config).items() if "token" in name]
-    special = {token for value in given for token in (value if isinstance(value, list) else [value])}
+    found = [token for value in given for token in (value if isinstance(value, list) else [value])]
+    special = {token for token in found if isinstance(token, int)}
     return [token for token in range(num_tokens + len(special)) if token not in special][:num_tokens]
 
 

@@ -93,7 +93,7 @@ class Encoder:
         self._model = model
         self._taken = taken_inputs(model, "input_ids", "inputs_embeds")
         self._width = _width(model)
-        self._start = f"the model's decoder_start_token_id is {model.config.decoder_start_token_id}"
+        self._start = f"the model's decoder_start_token_id is {getattr(model.config, 'decoder_start_token_id', None)}"
         with unchanged(model):
             self._layers = _prove(model, self._width)
 
@@ -193,7 +193,7 @@ def _prove(model: PreTrainedModel, width: int) -> list[int]:
     if not isinstance(cache, EncoderDecoderCache) or not isinstance(cache.cross_attention_cache, DynamicCache):
         raise _unknown(model, cache)
     others = [_made_up(model, width, scale) for scale in (0.0, 5.0)]
-    logits = [_feed(model, other, 1, copy.deepcopy(cache))[1] for other in others]
+    logits = [_feed(model, other, 2, copy.deepcopy(cache))[1] for other in others]
     layers = _filled(cache.cross_attention_cache)
     if not layers or not torch.equal(*logits):
         raise UnsupportedModelError(
@@ -212,7 +212,7 @@ def _feed(model: PreTrainedModel, encoded: Tensor, num_tokens: int, cache: objec
             output = model(
                 **{IDS: ids}, encoder_outputs=BaseModelOutput(last_hidden_state=encoded), use_cache=True, **given
             )
-    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+    except (AssertionError, AttributeError, TypeError, ValueError, RuntimeError) as error:  # it wants something else
         raise UnsupportedModelError(
             f"{type(model).__name__} does not take an encoder's output of shape {list(encoded.shape)} ({error}); "
             f"agentmem cannot store its state yet"

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agentmem.adapter import Feed
+from agentmem.adapters.transformers.continuation import plain_tokens
 from agentmem.adapters.transformers.regimes import settled
 from agentmem.errors import InvalidInputError
 from agentmem.kv.hashing import hash_fields
@@ -71,17 +72,15 @@ class MediaInputs:
             InvalidInputError: The model takes no such input, the tokens have no placeholder for it, or placeholders
                 come without inputs.
         """
-        self._check_taken(inputs)
-        used = [value for name, value in _token_inputs(inputs) if _is_per_token(name, value, len(tokens))]
-        marked = [index for index in range(len(tokens)) if any(bool(value[..., index].any()) for value in used)]
+        given = self._checked(tokens, inputs)
         held = [index for index, token in enumerate(tokens) if token in self.placeholders]
-        if not inputs:
+        if not given:
             self._check_filled([tokens[index] for index in held], position)
             return []
-        marked = marked or held
+        marked = _marked(inputs) or held
         if not marked:
             raise InvalidInputError(
-                f"none of the {len(tokens):,} tokens stands for the inputs {sorted(inputs)}: the model's placeholders "
+                f"none of the {len(tokens):,} tokens stands for the inputs {sorted(given)}: the model's placeholders "
                 f"are {self._described()}. Append the ids and inputs together, as the model's processor makes them"
             )
         first, stop = marked[0], marked[-1] + 1
@@ -138,20 +137,24 @@ class MediaInputs:
         inside = [mark for mark in media(marks, stop) if mark.start >= start]
         return [second.start for first, second in pairwise(inside) if not _can_join(first, second)] + [stop]
 
-    def _check_taken(self, inputs: Inputs) -> None:
-        if "cross_attention_mask" in self._taken and inputs:
+    def _checked(self, tokens: Sequence[int], inputs: Inputs) -> dict[str, object]:
+        """Return the inputs that say something, having checked them all."""
+        check_taken(inputs, self._taken, self._model)
+        for name, value in _token_inputs(inputs):
+            _check_per_token(name, value, len(tokens))
+            self.check_neutral(name)
+        given = _essential(inputs)
+        if given and "cross_attention_mask" in self._taken:
             raise InvalidInputError(
-                f"{type(self._model).__name__} reads {sorted(inputs)} through cross-attention in its decoder, whose KV "
+                f"{type(self._model).__name__} reads {sorted(given)} through cross-attention in its decoder, whose KV "
                 f"agentmem does not store yet; nothing was appended"
             )
-        check_taken(inputs, self._taken, self._model)
-        if self._needs_token_types and inputs and not any(name.endswith(TYPE_INPUT) for name in inputs):
+        if given and self._needs_token_types and not _token_inputs(given):
             raise InvalidInputError(
                 f"the model finds the positions of media by token types: give mm_token_type_ids with "
-                f"{sorted(inputs)}, as its processor returns them; nothing was appended"
+                f"{sorted(given)}, as its processor returns them; nothing was appended"
             )
-        for name, _ in _token_inputs(inputs):
-            self.check_neutral(name)
+        return given
 
     def _check_filled(self, held: Sequence[int], position: int) -> None:
         if held:
@@ -192,7 +195,7 @@ class MediaInputs:
         return self._is_whole[name]
 
     def _text(self, num_tokens: int) -> Tensor:
-        return torch.tensor([text_tokens(self.placeholders, num_tokens)], device=self._model.device)
+        return torch.tensor([plain_tokens(self._model, num_tokens)], device=self._model.device)
 
 
 def taken_inputs(model: PreTrainedModel, *free: str) -> frozenset[str]:
@@ -246,11 +249,6 @@ def media_digest(inputs: Inputs) -> bytes:
     return hash_fields(b"agentmem/media/1", fields)
 
 
-def text_tokens(placeholders: Mapping[int, str], num_tokens: int) -> list[int]:
-    """Return the lowest ids that stand for no media. They differ: of equal tokens, no attention mask shows."""
-    return [token for token in range(len(placeholders) + num_tokens) if token not in placeholders][:num_tokens]
-
-
 def _content(value: object) -> tuple[bytes, ...]:
     if not isinstance(value, Tensor):
         return (b"json", json.dumps(value, sort_keys=True).encode())
@@ -271,8 +269,14 @@ def _token_inputs(inputs: Inputs) -> list[tuple[str, Tensor]]:
     return [(n, value) for n, value in inputs.items() if n.endswith(TYPE_INPUT) and isinstance(value, Tensor)]
 
 
-def _is_per_token(name: str, value: Tensor, num_tokens: int) -> bool:
-    """Confirm that a per-token input is one sequence as long as the tokens.
+def _marked(inputs: Inputs) -> list[int]:
+    """Return the indices of the tokens that per-token inputs mark as media."""
+    rows = [value.reshape(-1) for _, value in _token_inputs(inputs)]
+    return sorted({index for row in rows for index in row.nonzero().flatten().tolist()})
+
+
+def _check_per_token(name: str, value: Tensor, num_tokens: int) -> None:
+    """Refuse a per-token input that is not one sequence as long as the tokens.
 
     Raises:
         InvalidInputError: It is not.
@@ -282,18 +286,15 @@ def _is_per_token(name: str, value: Tensor, num_tokens: int) -> bool:
             f"{name} of shape {list(value.shape)} does not fit {num_tokens:,} tokens: it has one entry for each; "
             f"nothing was appended"
         )
-    return True
 
 
 def _essential(inputs: Inputs) -> dict[str, object]:
     """Return inputs without a mask of ones, and per-token inputs cut to the tokens of media: `[1, tokens]`."""
-    typed = _token_inputs(inputs)
-    rows = [value.reshape(-1) for _, value in typed]
-    marked = [index for row in rows for index in row.nonzero().flatten().tolist()]
+    marked = _marked(inputs)
     kept = {name: value for name, value in inputs.items() if name != _MASK and value is not None}
-    for (name, _), row in zip(typed, rows, strict=True):
+    for name, value in _token_inputs(inputs):
         if marked:
-            kept[name] = row[min(marked) : max(marked) + 1].unsqueeze(0)
+            kept[name] = value.reshape(1, -1)[:, marked[0] : marked[-1] + 1]
         else:
             del kept[name]
     return kept

@@ -18,12 +18,12 @@ from agentmem.adapter import Feed
 from agentmem.adapters.transformers.batch_model import TransformersBatch
 from agentmem.adapters.transformers.batch_probe import Probe
 from agentmem.adapters.transformers.cache import BranchCache
-from agentmem.adapters.transformers.causality import check_causal
-from agentmem.adapters.transformers.continuation import needs_single_steps
+from agentmem.adapters.transformers.causality import check_causal, is_causal
+from agentmem.adapters.transformers.continuation import needs_single_steps, plain_tokens
 from agentmem.adapters.transformers.encoder import IDS, MASK, BranchPairCache, Encoder
 from agentmem.adapters.transformers.geometry import cache_argument
 from agentmem.adapters.transformers.inputs import check_plain, check_positions, read_tokens
-from agentmem.adapters.transformers.media import MediaInputs, media, text_tokens
+from agentmem.adapters.transformers.media import MediaInputs, media
 from agentmem.adapters.transformers.positions import MultiAxisPositions, delta_holder
 from agentmem.adapters.transformers.regimes import RotaryRegimes, settled
 from agentmem.batching import RowsPass, RowText
@@ -33,6 +33,9 @@ from agentmem.marks import Marks
 
 CACHE_NAMES = ("cache", "past_key_values")
 """Under which names a model may be given its cache."""
+
+_NUM_PROBE_TOKENS = 64
+"""Tokens that a probe may choose from."""
 
 Cache = BranchCache | BranchPairCache
 
@@ -44,6 +47,7 @@ class Passes:
         media: What the model takes beside tokens; of no use for one with an encoder.
         encoder: The encoder's side of the model; None for a decoder-only one.
         regimes: Its rotary modules whose frequencies depend on the length.
+        is_stepwise: Whether it must be fed one token at a time once it has layer states.
     """
 
     def __init__(self, model: PreTrainedModel, spec: KVSpec) -> None:
@@ -57,13 +61,11 @@ class Passes:
         self._spec = spec
         self._cache_argument = cache_argument(model)
         self._takes = inspect.signature(model.forward).parameters.keys()
-        self._needs_single_steps = needs_single_steps(model, spec)
+        self.is_stepwise = needs_single_steps(model, spec)
         self.encoder = Encoder(model) if model.config.is_encoder_decoder else None
         self.media = MediaInputs(model, needs_token_types=holder is not None)
-        text = text_tokens(self.media.placeholders, 3)
-        self._axes = None if holder is None else MultiAxisPositions(model, holder, text)
-        if self.encoder is None:
-            check_causal(model, self._text_positions, self.media.placeholders)
+        self._axes = None if holder is None else MultiAxisPositions(model, holder, plain_tokens(model, 3))
+        self._counts_itself = self.encoder is None and not self._goes_by_positions()
         self._running: dict[int, BranchCache] = {}
         self._generating: dict[int, BranchCache] = {}
         self._batching: dict[int, bytes] = {}
@@ -102,7 +104,7 @@ class Passes:
 
     def generate(self, feed: Feed, tokens: Sequence[int], settings: Mapping[str, object]) -> list[int]:
         """Continue `tokens` with transformers' generation; return the new ids."""
-        if self._needs_single_steps and 0 < feed.position < len(tokens) - 1:
+        if self.is_stepwise and 0 < feed.position < len(tokens) - 1:
             self.run(feed, tokens[feed.position : -1], 1)
         cache = self.cache(feed)
         given = {**settings, self._cache_argument: cache}
@@ -113,21 +115,26 @@ class Passes:
     def batch(self) -> TransformersBatch:
         """Return how the model feeds several branches at once, proven on it when it is first asked for."""
         if self._batch is None:
-            num_media = len(self.media.placeholders)
-            text = [token for token in range(64 + num_media) if token not in self.media.placeholders]
             with settled(self._model):
-                probe = Probe(self._model, self._spec, self._row_positions, text, self.regimes.regime(1))
+                probe = Probe(self._model, self._spec, self._row_positions, self._plain_text(), self.regimes.regime(1))
                 self._batch = TransformersBatch(
                     self._model,
                     self._spec,
                     self._row_positions,
                     self._in_regime,
                     probe,
-                    is_stepwise=self._needs_single_steps,
+                    is_stepwise=self.is_stepwise,
                 )
         return self._batch
 
     # -- inside
+
+    def _plain_text(self) -> list[int]:
+        """Return different tokens that stand for no media, from all over the vocabulary: low ids often have no text."""
+        weight = self._model.get_input_embeddings().weight
+        size = int(weight.shape[0]) if isinstance(weight, Tensor) else _NUM_PROBE_TOKENS
+        step = max(size // _NUM_PROBE_TOKENS, 1)
+        return [token for token in range(step // 2, size, step) if token not in self.media.placeholders]
 
     @contextlib.contextmanager
     def _in_regime(self, regime: bytes) -> Iterator[None]:
@@ -142,7 +149,7 @@ class Passes:
     def _row_positions(self, rows: RowsPass) -> Tensor | None:
         """Return the positions of several rows' tokens; what fills shorter rows up has those of their last token."""
         num_queries = rows.num_fed
-        if self._axes is None and "position_ids" not in self._takes:
+        if self._text_positions(0, 1) is None:
             return None
         found = []
         for text, tokens, length in zip(rows.texts, rows.tokens, rows.lengths, strict=True):
@@ -182,7 +189,7 @@ class Passes:
     def _stops(self, feed: Feed, num_tokens: int) -> list[int]:
         """Return where to end the passes over the next tokens, counted from the first of them."""
         start = feed.position
-        if self._needs_single_steps and start > 0:
+        if self.is_stepwise and start > 0:
             return list(range(1, num_tokens + 1))
         return [stop - start for stop in self.media.stops(feed.marks, start, start + num_tokens)]
 
@@ -246,7 +253,7 @@ class Passes:
     ) -> dict[str, object]:
         """Check a decoder-only model's pass and begin it; return what the model is given beside the tokens."""
         feed, start, stop = cache.feed, cache.position, cache.position + len(tokens)
-        if self._needs_single_steps and start and len(tokens) > 1:
+        if self.is_stepwise and start and len(tokens) > 1:
             raise InvalidInputError(
                 f"{type(self._model).__name__} forgets its state when it is fed several tokens on top of it; found "
                 f"{len(tokens)} at position {start:,}: feed them one at a time"
@@ -264,14 +271,28 @@ class Passes:
         cache.begin(tokens)
         return added
 
+    def _goes_by_positions(self) -> bool:
+        """Tell whether the model takes a token's index for its position; else it must count by itself.
+
+        Raises:
+            UnsupportedModelError: Its KV does not depend on the tokens before it alone.
+        """
+        self._counts_itself = False
+        if self._axes is None and not is_causal(self._model, self._text_positions):
+            check_causal(self._model, lambda _start, _stop: None)
+            return False
+        if self._axes is not None:
+            check_causal(self._model, self._text_positions)
+        return True
+
     def _text_positions(self, start: int, stop: int) -> Tensor | None:
         """Return the positions of text that has no media before it; None for a model that takes none.
 
-        Always given: some models count from 0 in each pass when they are not.
+        Given if they can be: some models count from 0 in each pass when they are not.
         """
         if self._axes is not None:
             return self._axes.of_text(start, stop)
-        if "position_ids" not in self._takes:
+        if "position_ids" not in self._takes or self._counts_itself:
             return None
         return torch.arange(start, stop, device=self._model.device)[None]
 

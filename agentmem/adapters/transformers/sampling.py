@@ -4,9 +4,10 @@ Source: transformers' generation/utils.py (`generate`, `_sample`).
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import LongTensor, Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
@@ -16,6 +17,22 @@ from agentmem.errors import InvalidInputError
 _LISTS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 _DEFAULT_NEW_TOKENS = 20
 """How many tokens transformers makes when nobody says."""
+
+
+class _Mixin(Protocol):
+    """What transformers' models have for generation, which its types hide."""
+
+    def _prepare_generation_config(
+        self, generation_config: object, **settings: object
+    ) -> tuple[GenerationConfig, dict[str, object]]: ...
+
+    def _prepare_special_tokens(
+        self, config: GenerationConfig, has_mask: bool, *, device: torch.device, batch_size: int
+    ) -> None: ...
+
+    def _get_logits_processor(self, **options: object) -> LogitsProcessorList: ...
+
+    def _get_stopping_criteria(self, **options: object) -> StoppingCriteriaList: ...
 
 
 class TransformersSampler:
@@ -44,7 +61,8 @@ class TransformersSampler:
         self._is_sampling = bool(config.do_sample)
         self._ids = torch.tensor([list(prompt)], dtype=torch.long, device=model.device)
         self._generator = _generator(seed, model.device)
-        self._processors: LogitsProcessorList = model._get_logits_processor(  # noqa: SLF001 - the mixin's only door
+        mixin = cast(_Mixin, model)
+        self._processors = mixin._get_logits_processor(  # noqa: SLF001 - the mixin's only door
             generation_config=config,
             input_ids_seq_length=len(prompt),
             encoder_input_ids=self._ids,
@@ -53,7 +71,7 @@ class TransformersSampler:
             device=str(model.device),
             model_kwargs={},
         )
-        self._criteria: StoppingCriteriaList = model._get_stopping_criteria(  # noqa: SLF001 - as above
+        self._criteria = mixin._get_stopping_criteria(  # noqa: SLF001 - as above
             generation_config=config,
             stopping_criteria=given["stopping_criteria"] or StoppingCriteriaList(),
             tokenizer=tokenizer,
@@ -62,7 +80,7 @@ class TransformersSampler:
 
     def choose(self, logits: Tensor) -> int:
         """Return the next token, given the logits `[V]` after the last one."""
-        scores = self._processors(self._ids, logits.to(torch.float32, copy=True).unsqueeze(0))
+        scores = self._processors(cast(LongTensor, self._ids), logits.to(torch.float32, copy=True).unsqueeze(0))
         if not self._is_sampling:
             return int(scores.argmax(-1))
         probabilities = torch.nn.functional.softmax(scores, dim=-1)
@@ -78,10 +96,10 @@ def _config(model: PreTrainedModel, settings: Mapping[str, object], num_tokens: 
     """Return the model's generation settings with the given ones, and the length they stand for."""
     settings = dict(settings)
     given = settings.pop("generation_config", None)
-    config, rest = model._prepare_generation_config(given, **settings)  # noqa: SLF001 - the mixin's only door
+    config, rest = cast(_Mixin, model)._prepare_generation_config(given, **settings)  # noqa: SLF001 - the mixin's only door
     if rest:
         raise InvalidInputError(f"generate({next(iter(rest))}=...): generation of a batch knows no such option")
-    model._prepare_special_tokens(config, True, device=model.device, batch_size=1)  # noqa: SLF001 - as above
+    cast(_Mixin, model)._prepare_special_tokens(config, True, device=model.device, batch_size=1)  # noqa: SLF001 - as above
     _set_lengths(model, config, num_tokens, has_length=_has_length(model, settings, given))
     return config
 
