@@ -230,7 +230,7 @@ class Adapter(Protocol):
 
     @property
     def is_stepwise(self) -> bool:
-        """Whether the model must be fed one token at a time once it has layer states: the first pass takes all it can."""
+        """Whether the model must be fed one token at a time once it has layer states: its first pass takes all."""
         ...
 
     def regime(self, num_tokens: int) -> bytes:

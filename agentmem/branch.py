@@ -23,7 +23,7 @@ from agentmem.marks import media_start
 from agentmem.operation import Operation
 from agentmem.stats import ReuseReport
 from agentmem.tree.checkpoint import Checkpoint
-from agentmem.tree.fields import copy_extras
+from agentmem.tree.fields import copy_extras, own_extras
 
 Guard = contextlib.AbstractContextManager[None]
 
@@ -255,7 +255,7 @@ class Branch(Talk):
                 )
             self._entry.state.settle(keep=1)
             self._owner.ledger.states.note_progress(self._entry)
-            kept = copy_extras(self._entry.extras if extras is None else extras)
+            kept = copy_extras(self._entry.extras if extras is None else {**own_extras(self._entry.extras), **extras})
             return self._owner.ledger.commit(self._entry, message=message, extras=kept)
 
     def rewind(self, to: Checkpoint | str | None = None, *, tokens: int | None = None) -> None:

@@ -76,13 +76,16 @@ def _successor(old: BranchState, new: BranchState) -> BranchState:
 def _has_unnamed_kv(ledger: Ledger, entry: BranchEntry) -> bool:
     """Say whether the branch has KV that no checkpoint names: computed late, again after a loss, or by another model.
 
-    Less than a block does not count, unless it is all that there is of this model.
+    A single token does not count: a checkpoint leaves the last one pending, and whoever goes on computes it.
     """
     if entry.tip is None:
         return False
-    entry.state.save()
-    lineage = list(ledger.tree.lineage(entry.tip))
-    named = {digest for checkpoint in lineage for digest in checkpoint.digests()}
-    is_foreign = lineage[0].fingerprint != ledger.record.fingerprint
-    blocks = entry.state.saved_blocks() if is_foreign else entry.state.blocks
-    return any(block.digest not in named for block in blocks)
+    state = entry.state
+    state.save()
+    ours = [each for each in ledger.tree.lineage(entry.tip) if each.fingerprint == ledger.record.fingerprint]
+    named = {digest for checkpoint in ours for digest in checkpoint.digests()}
+    num_named = max((each.num_tokens - each.num_pending for each in ours[:1] if each.has_kv), default=0)
+    last_state = max((ref.position for each in ours for ref in each.states), default=0)
+    is_state_late = bool(state.spec.states) and state.num_computed - last_state > 1
+    is_late = state.num_kv - num_named > 1 or is_state_late
+    return is_late or any(block.digest not in named for block in state.blocks)

@@ -5,6 +5,7 @@ Bookkeeping only: nothing here runs the model, and nothing moves KV.
 
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import Self
 
 from torch import Tensor
 
@@ -77,14 +78,15 @@ class Prefix:
         self._runtime = runtime
         self._workspace = workspace
 
-    def copy_from(self, other: "Prefix") -> None:
-        """Become an independent copy of another prefix. Copies neither tokens nor KV."""
-        self.tokens = other.tokens.fork()
-        self.marks = other.marks
-        self.borders = other.borders
-        self.loss, self.lost_stop = other.loss, other.lost_stop
-        self.last_report = ReuseReport(operation="fork", num_tokens=len(self.tokens))
-        self._take_kv(other)
+    def fork(self, name: str) -> Self:
+        """Return an independent prefix of the same tokens and KV. Copies neither."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)  # all but the few below is immutable, or shared on purpose
+        other.name = name
+        other.tokens, other.blocks, other.cursor = self.tokens.fork(), self.blocks.fork(), self.cursor.fork()
+        other.num_fed = other.num_rewinds = 0
+        other.last_report = ReuseReport(operation="fork", num_tokens=len(self.tokens))
+        return other
 
     @property
     def spec(self) -> KVSpec:

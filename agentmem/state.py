@@ -21,12 +21,6 @@ from agentmem.stats import Reason
 class BranchState(Restoring):
     """Tokens and KV of a branch, and the model that continues them."""
 
-    def fork(self, name: str) -> "BranchState":
-        """Return an independent state of the same tokens and KV. Copies neither."""
-        other = BranchState(self._runtime, self._workspace, name)
-        other.copy_from(self)
-        return other
-
     def append(self, tokens: Sequence[int], inputs: Mapping[str, object]) -> None:
         """Add tokens at the end, with the model inputs that some of them stand for.
 
@@ -70,7 +64,7 @@ class BranchState(Restoring):
             if not self.num_pending and not self._can_repeat_last():
                 self.step_back(self.num_computed - 1)
                 report.note_load(self.restore())
-            self.compute(keep=1 if adapter.is_stepwise else self._runtime.config.prefill_chunk_tokens)
+            self.compute(keep=1 if adapter.is_stepwise else self._left_to_generate())
             prompt = self.tokens.slice()
             feed = BranchFeed(self, is_again=not self.num_pending)
             try:
@@ -192,6 +186,11 @@ class BranchState(Restoring):
         finally:
             feed.close()
         return kept[0] if len(kept) == 1 else torch.cat(kept)
+
+    def _left_to_generate(self) -> int:
+        """Return how many pending tokens the framework's generation may feed itself: those after the last border."""
+        last = max(self.borders, default=0)
+        return max(1, min(self._runtime.config.prefill_chunk_tokens, len(self.tokens) - last))
 
     def _pass_stop(self, start: int, stop: int) -> int:
         """Return where the pass that begins at `start` ends: it cuts no media, and ends where a state is to be kept."""

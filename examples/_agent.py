@@ -1,4 +1,4 @@
-"""What the agent of tree_search.py does on a branch: write one more item, line by line, until a verifier is content.
+"""What the agent of tree_search.py does on branches: write one more item each, until a verifier is content.
 
 The three functions that `agentmem.search` asks for are here: `expand`, `score`, `is_done`. What they know of a branch
 is in its extras, so that a stored session is a stored search.
@@ -7,6 +7,7 @@ is in its extras, so that a stored session is a stored search.
 import argparse
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from _report import Meter, Say, Spent
@@ -15,6 +16,27 @@ from _tasks import Task
 from agentmem.search import SearchResult
 
 TOTALS = ("forks", "rewinds", "context", "sampled", "fed", "s", "peak_nbytes")
+
+
+@dataclass(slots=True)
+class Draft:
+    """An item that is being written.
+
+    Attributes:
+        branch: Where.
+        seed: Of its first sample.
+        lines: The lines that passed.
+        written: The last sample.
+        problem: What is wrong with it; "" when nothing is.
+        num_rewinds: Lines that failed.
+    """
+
+    branch: Any
+    seed: int
+    lines: list[str] = field(default_factory=list)
+    written: Any = None
+    problem: str = ""
+    num_rewinds: int = 0
 
 
 class Agent:
@@ -42,17 +64,15 @@ class Agent:
 
     # -- what agentmem.search asks for
 
-    def expand(self, branch: Any, seed: int) -> None:
-        """Write one item on a fork of a node; note in its extras what became of it."""
-        self.count("forks", 1)
-        self.count("context", branch.num_tokens)
-        before = [*branch.extras.get("items", []), *self._items_beside(branch)]
-        lines, problem, num_rewinds = self._write_item(branch, seed, before)
-        item = short(" ".join(lead.strip() + line.strip() for lead, line in zip(self.task.leads, lines, strict=False)))
-        branch.extras.update(problem=problem, rewinds=branch.extras.get("rewinds", 0) + num_rewinds, message=item)
-        if not problem:
-            branch.extras["items"] = [*branch.extras.get("items", []), lines]
-        self._tell(branch, item)
+    def expand(self, branches: Sequence[Any], seeds: Sequence[int]) -> None:
+        """Write an item on each of some forks of one node, all at once; note in its extras what became of it."""
+        drafts = [Draft(branch, seed) for branch, seed in zip(branches, seeds, strict=True)]
+        self.count("context", sum(branch.num_tokens for branch in branches))
+        for lead in self.task.leads:
+            self._write_line(drafts, lead)
+        for draft in drafts:
+            self.count("forks", 1)
+            self._finish(draft)
 
     def score(self, branch: Any) -> float:
         """Return the number of items, minus a tenth for each rewind; nothing is to be had from a dead end."""
@@ -108,44 +128,54 @@ class Agent:
 
     # -- inside
 
-    def _items_beside(self, branch: Any) -> list[list[str]]:
-        """Return the last items of the children that the branch's node has already: a new one has to find another."""
-        node = branch.extras["search"]["node"]  # a fresh fork has the extras of its node
-        others = [self.session.branch(name).extras for name in self.session.branches]
-        return [each["items"][-1] for each in others if each.get("search", {}).get("parent") == node]
+    def _write_line(self, drafts: Sequence[Draft], lead: str) -> None:
+        """Sample the next line of all drafts, and those that fail again: a few times, then a draft is a dead end."""
+        drafts = [draft for draft in drafts if not draft.problem]
+        number = max((len(draft.lines) for draft in drafts), default=0)
+        for draft in drafts if number else ():
+            draft.branch.append(lead)
+        for attempt in range(self.options.tries):
+            waiting = [draft for draft in drafts if len(draft.lines) == number]
+            if waiting:
+                self._sample(waiting, number * self.options.tries + attempt)
+            for draft in waiting:
+                self._check(draft, [other for other in drafts if other is not draft])
 
-    def _write_item(self, branch: Any, seed: int, before: Sequence[Sequence[str]]) -> tuple[list[str], str, int]:
-        """Sample each line until it passes, a few times at most; return the lines, a problem, and how many failed."""
-        lines: list[str] = []
-        num_failed = 0
-        for lead in self.task.leads:
-            if lines:
-                branch.append(lead)
-            problem, tries = "no tries", self.options.tries
-            for attempt in range(tries):
-                written = self._sample(branch, seed + len(lines) * tries + attempt)
-                problem = self.task.check([*lines, written.text], before)
-                if not problem:
-                    lines.append(written.text)
-                    break
-                branch.rewind(tokens=len(written.tokens))
-                self.count("rewinds", 1)
-                num_failed += 1
-            if problem:
-                return lines, problem, num_failed
-        branch.append(self.task.leads[0])
-        return lines, "", num_failed
+    def _sample(self, drafts: Sequence[Draft], offset: int) -> None:
+        """Sample a line for each draft. What the branches share is read once a token for all of them."""
+        names = [draft.branch.name for draft in drafts]
+        self.meter.note_sampling(len(names))
+        with self.session.batch(names) as batch:
+            seeds = {draft.branch.name: {"seed": draft.seed + offset} for draft in drafts}
+            found = batch.generate(per_branch=seeds, **self.options.sampling)
+        for draft in drafts:
+            draft.written = found[draft.branch.name]
+            self.count("sampled", len(draft.written.tokens))
 
-    def _sample(self, branch: Any, seed: int) -> Any:
-        written = branch.generate(seed=seed, **self.options.sampling)
-        self.meter.note_sampled(len(written.tokens))
-        self.count("sampled", len(written.tokens))
-        return written
+    def _check(self, draft: Draft, others: Sequence[Draft]) -> None:
+        """Keep a line that passes; take one off that does not."""
+        items = [*draft.branch.extras.get("items", []), *(other.lines for other in others if other.lines)]
+        draft.problem = self.task.check([*draft.lines, draft.written.text], items)
+        if not draft.problem:
+            draft.lines.append(draft.written.text)
+        else:
+            draft.branch.rewind(tokens=len(draft.written.tokens))
+            draft.num_rewinds += 1
+            self.count("rewinds", 1)
 
-    def _tell(self, branch: Any, item: str) -> None:
-        totals, problem = self.root["totals"], branch.extras["problem"]
+    def _finish(self, draft: Draft) -> None:
+        """Note in a branch's extras what became of it, and say so."""
+        branch, extras = draft.branch, draft.branch.extras
+        item = " ".join(lead.strip() + line.strip() for lead, line in zip(self.task.leads, draft.lines, strict=False))
+        extras.update(problem=draft.problem, rewinds=extras.get("rewinds", 0) + draft.num_rewinds, message=short(item))
+        if not draft.problem:
+            extras["items"] = [*extras.get("items", []), draft.lines]
+            branch.append(self.task.leads[0])
+        totals = self.root["totals"]
         totals["peak_nbytes"] = max(totals["peak_nbytes"], self.held())
-        outcome = f"dropped: {short(problem)}" if problem else f"score {self.score(branch):4.1f}  {item}"
+        outcome = (
+            f"dropped: {short(draft.problem)}" if draft.problem else f"score {self.score(branch):4.1f}  {short(item)}"
+        )
         self.say(f"{totals['forks']:3}  {branch.name:<12} {outcome}")
 
 

@@ -4,7 +4,7 @@
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -69,7 +69,7 @@ class CopyBranch:
         )
         new = output[0, len(self.tokens) :].tolist()
         self.tokens += new
-        self.num_fed += cache.get_seq_length() - before
+        self._note_fed(cache.get_seq_length() - before)
         return Sample(new, self._session.tokenizer.decode(new))
 
     def rewind(self, *, tokens: int) -> None:
@@ -84,14 +84,36 @@ class CopyBranch:
         for chunk in _chunks(todo):
             with torch.no_grad():
                 self._session.model(torch.tensor([chunk]), cache=self._own(), logits_to_keep=1)
-            self.num_fed += len(chunk)
+            self._note_fed(len(chunk))
         self.tip = Point(self.name.encode(), self.num_tokens)
         return self.tip
+
+    def _note_fed(self, num_tokens: int) -> None:
+        self.num_fed += num_tokens
+        self._session.num_fed += num_tokens
 
     def _own(self) -> DynamicCache:
         if self._is_shared:
             self.cache, self._is_shared = copy.deepcopy(self.cache), False
         return self.cache
+
+
+class CopyBatch:
+    """Branches that are continued one after the other: with a cache each, there is nothing that they could share."""
+
+    def __init__(self, branches: Sequence[CopyBranch]) -> None:
+        """Continue `branches`."""
+        self._branches = branches
+
+    def __enter__(self) -> "CopyBatch":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        """Do nothing: each branch has its tokens already."""
+
+    def generate(self, *, per_branch: Mapping[str, Mapping[str, Any]], **options: Any) -> dict[str, Sample]:
+        """Continue every branch with options of its own and common ones."""
+        return {branch.name: branch.generate(**options, **per_branch[branch.name]) for branch in self._branches}
 
 
 class CopySession:
@@ -101,6 +123,7 @@ class CopySession:
         """Start with one empty branch, "main"."""
         self.model = model
         self.tokenizer = tokenizer
+        self.num_fed = 0
         self.active = CopyBranch(self, "main")
         self._branches = {"main": self.active}
 
@@ -130,6 +153,10 @@ class CopySession:
         source = branch if at is None else bytes.fromhex(at).decode()
         self._branches[name] = CopyBranch(self, name, self._branches[str(source)])
         return self._branches[name]
+
+    def batch(self, names: Sequence[str]) -> CopyBatch:
+        """Continue several branches."""
+        return CopyBatch([self._branches[name] for name in names])
 
     def switch(self, name: str) -> None:
         """Go on with another branch."""

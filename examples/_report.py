@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedModel
-
 from agentmem.search import SearchResult
 
 Say = Callable[[str], None]
@@ -27,18 +25,22 @@ class Spent:
 
 
 class Meter:
-    """Counts the tokens that a model is really fed, with a hook of its own on the model, whoever feeds it.
+    """Reads the tokens that a model was fed from whoever feeds it.
 
     Attributes:
-        fed: Tokens fed so far.
         fed_before_first: Tokens fed before the first one was sampled; None until then.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        """Count from now on."""
-        self.fed = 0
+    def __init__(self, count: Callable[[], int]) -> None:
+        """Read what `count` returns: a number that only grows."""
+        self._count = count
+        self._first = count()
         self.fed_before_first: int | None = None
-        model.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    @property
+    def fed(self) -> int:
+        """Tokens fed from the beginning."""
+        return self._count() - self._first
 
     @contextlib.contextmanager
     def spent(self) -> Iterator[Spent]:
@@ -49,13 +51,10 @@ class Meter:
         finally:
             spent.s, spent.fed = time.perf_counter() - started, self.fed - fed
 
-    def note_sampled(self, num_tokens: int) -> None:
-        """Learn that tokens were sampled; all but the last of them were fed too."""
+    def note_sampling(self, num_branches: int) -> None:
+        """Learn that branches are about to be sampled; the last token of each is fed first."""
         if self.fed_before_first is None:
-            self.fed_before_first = self.fed - (num_tokens - 1)
-
-    def _count(self, _model: object, arguments: tuple[Any, ...], inputs: Mapping[str, Any]) -> None:
-        self.fed += (arguments[0] if arguments else inputs["input_ids"]).shape[1]
+            self.fed_before_first = self.fed + num_branches
 
 
 def numbers(agent: Any, result: SearchResult, stats: Mapping[str, int | float]) -> dict[str, Any]:
@@ -111,7 +110,7 @@ def print_summary(say: Say, ours: Mapping[str, Any], copies: Mapping[str, Any] |
         f"{len(ours['branches'])} kept"
     )
     if ours["leg"] > 1:
-        say(f"this process fed {ours['fed_before_first']} token(s) before it sampled its first one\n")
+        say(f"this process fed {ours['fed_before_first']} token(s), one a branch, before it sampled its first ones\n")
     recomputing = ours["recomputing_would_feed"] + ours["prefill"]["tokens"]
     rate = ours["prefill"]["tokens"] / ours["prefill"]["s"]
     rows = [

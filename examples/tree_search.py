@@ -1,8 +1,9 @@
 """An agent that searches a tree: it reads a long manual once, writes tests, and a verifier runs each of them.
 
-`agentmem.search.best_first` does the searching: it forks the best branch so far, lets the agent write one more item on
-each fork, keeps what passes as a checkpoint and drops the rest. Stop it at any moment and start it again: it goes on
-where it was. `python examples/tree_search.py --help` lists the choices; `make demo` runs it twice.
+`agentmem.search.best_first` does the searching: it forks the best branch so far a few times, lets the agent write one
+more item on each fork, keeps what passes as a checkpoint and drops the rest. The forks are sampled together. Stop it at
+any moment and start it again: it goes on where it was. `python examples/tree_search.py --help` lists the choices;
+`make demo` runs it twice.
 """
 
 import argparse
@@ -10,7 +11,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from _tasks import TASKS
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import agentmem
-from agentmem.search import Budget, SearchResult, best_first, look
+from agentmem.search import Budget, SearchResult, Together, best_first, look
 
 ROOT = "main"
 """The branch that reads the context. Its extras hold what the agent did, over all processes."""
@@ -34,7 +35,7 @@ def search(agent: Agent) -> SearchResult:
     with agent.measured():
         return best_first(
             agent.session,
-            agent.expand,
+            Together(agent.expand),
             agent.score,
             children=agent.options.width,
             is_done=agent.is_done,
@@ -54,7 +55,7 @@ def run(options: argparse.Namespace, say: Say) -> dict[str, Any]:
     started = time.perf_counter()
     with agentmem.open(options.store, model=model, tokenizer=tokenizer) as store:
         opened = Spent(time.perf_counter() - started)
-        agent, resumed = open_agent(store, options, Meter(model), opened, say)
+        agent, resumed = open_agent(store, options, opened, say)
         agent.prepare()
         if options.resume and agent.root["is_reported"]:
             agent.set_goal(agent.num_items(look(agent.session)) + 1)
@@ -72,7 +73,7 @@ def run(options: argparse.Namespace, say: Say) -> dict[str, Any]:
 
 
 def open_agent(
-    store: agentmem.Store, options: argparse.Namespace, meter: Meter, opened: Spent, say: Say
+    store: agentmem.Store, options: argparse.Namespace, opened: Spent, say: Say
 ) -> tuple[Agent, dict[str, Any] | None]:
     """Return the agent at work on the stored search, with its best branch on the device, or on a new one.
 
@@ -81,6 +82,7 @@ def open_agent(
     is_known = any(record.name == options.task for record in store.sessions())
     if options.resume and not is_known:
         raise SystemExit(f"{options.store} holds no search to resume: run without --resume first")
+    meter = Meter(lambda: int(store.stats().get("tokens_fed", 0)))
     with meter.spent() as spent:
         session = store.resume(options.task) if is_known else store.create(options.task)
         found = look(session)
@@ -100,8 +102,8 @@ def run_baseline(agent: Agent, model: PreTrainedModel, tokenizer: PreTrainedToke
     """Run the whole search again on `CopySession` and return its numbers: the same seeds, so the same branches."""
     agent.say("the same search with a deep copy of the cache for every branch ...")
     copies = CopySession(model, tokenizer)
-    measure: Callable[[], float] = lambda: copies.nbytes  # noqa: E731  # asked again after every step
-    other = Agent(copies, copies.branch(ROOT), agent.task, agent.options, Meter(model), measure, lambda _text: None)
+    meter, silent = Meter(lambda: copies.num_fed), lambda _text: None
+    other = Agent(copies, copies.branch(ROOT), agent.task, agent.options, meter, lambda: copies.nbytes, silent)
     other.prepare()
     return numbers(other, search(other), {})
 

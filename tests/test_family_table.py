@@ -1,7 +1,6 @@
 """Every model family, forked, rewound, interleaved and resumed: as a cold run, and for how many tokens.
 
-The table that these tests make is printed in docs/families.md. `AGENTMEM_WRITE_DOCS=1 pytest tests/test_family_table.py`
-writes it anew.
+The table that these tests make is printed in docs/families.md; with AGENTMEM_WRITE_DOCS=1 they write it anew.
 """
 
 import os

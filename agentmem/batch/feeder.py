@@ -5,6 +5,7 @@ up again before the next pass.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,6 +25,16 @@ MIN_SHARE = 0.75
 """Rows that only come along cost as much as those that are fed: with fewer of the latter, the others leave."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Last:
+    """The logits after a branch's last token, and where it stood."""
+
+    state: BranchState
+    num_computed: int
+    num_rewinds: int
+    logits: Tensor
+
+
 class Feeder:
     """Feeds branches, and keeps the frontier on which they stand between two passes. Not thread-safe."""
 
@@ -33,7 +44,9 @@ class Feeder:
         self._model = runtime.adapter.batch_model()
         self._frontier: Frontier | None = None
         self._members: list[BranchState] = []
+        self._last: dict[int, _Last] = {}
         self._num_expected = 0
+        self._num_rows = 0
         self._num_passes = 0
         self._num_fed = 0
 
@@ -57,6 +70,10 @@ class Feeder:
         """
         kept: list[list[Tensor]] = [[] for _ in states]
         fed = [0] * len(states)
+        for index, state in enumerate(states):
+            if _has_new_media(state):  # whose tokens no pass may cut
+                kept[index].append(self._alone(state, list(tokens[index]), num_logits[index]))
+                fed[index] = len(tokens[index])
         while any(done < len(todo) for done, todo in zip(fed, tokens, strict=True)):
             step = self._step(states, [len(todo) - done for done, todo in zip(fed, tokens, strict=True)])
             parts = [list(todo[done : done + step]) for done, todo in zip(fed, tokens, strict=True)]
@@ -64,10 +81,19 @@ class Feeder:
                 max(min(len(part), count - (len(todo) - done - len(part))), 0)
                 for part, todo, done, count in zip(parts, tokens, fed, num_logits, strict=True)
             ]
-            for logits, found in zip(kept, self._pass(states, parts, wanted), strict=True):
-                logits.extend([found] if found.shape[0] else [])
+            for logits, new in zip(kept, self._pass(states, parts, wanted), strict=True):
+                logits.extend([new] if new.shape[0] else [])
             fed = [done + len(part) for done, part in zip(fed, parts, strict=True)]
-        return [logits[0] if len(logits) == 1 else torch.cat(logits) for logits in kept]
+        found = [logits[0] if len(logits) == 1 else torch.cat(logits) for logits in kept]
+        for state, rows in zip(states, found, strict=True):
+            self._last[id(state)] = _Last(state, state.num_computed, state.num_rewinds, rows[-1].clone())
+        return found
+
+    def last_logits(self, state: BranchState) -> Tensor | None:
+        """Return the logits `[V]` after a branch's last token, if that was fed here last and nothing came since."""
+        last = self._last.get(id(state))
+        is_same = last is not None and (last.num_computed, last.num_rewinds) == (state.num_computed, state.num_rewinds)
+        return last.logits if last is not None and is_same and not state.num_pending else None
 
     def expect(self, num_tokens: object) -> None:
         """Make room, when rows are made next, for so many tokens in each; for few when it is no number."""
@@ -80,7 +106,7 @@ class Feeder:
         return BatchReport(
             mode=self._model.mode,
             why=self._model.why,
-            num_rows=len(self._members) if frontier is not None else 1,
+            num_rows=self._num_rows,
             num_passes=self._num_passes,
             num_fed=self._num_fed,
             num_shared=0 if frontier is None else frontier.num_shared,
@@ -93,7 +119,7 @@ class Feeder:
         """Leave every branch what it was fed, where it is."""
         if self._frontier is not None:
             self._frontier.settle_rows()
-        self._frontier, self._members = None, []
+        self._frontier, self._members, self._last = None, [], {}
 
     # -- inside
 
@@ -130,14 +156,11 @@ class Feeder:
             self._runtime.adapter.regime(state.num_computed + len(part))
             for state, part in zip(states, tokens, strict=True)
         }
-        has_media = any(
-            mark.kind is MarkKind.MEDIA and state.num_computed < mark.stop for state in states for mark in state.marks
-        )
-        return len(regimes | {state.regime for state in states}) == 1 and not has_media
+        return len(regimes | {state.regime for state in states}) == 1
 
     def _alone(self, state: BranchState, tokens: list[int], num_logits: int) -> Tensor:
         logits = state.feed(tokens, num_logits)
-        self._count(len(tokens))
+        self._count(1, len(tokens))
         return logits[len(logits) - num_logits :]
 
     def _together(
@@ -166,10 +189,11 @@ class Feeder:
         for place, state, part in zip(places, states, tokens, strict=True):
             frontier.commit(place, len(part))
             state.fed(part, [each[place : place + 1].clone() for each in result.states])
-        self._count(sum(len(part) for part in tokens))
+        self._count(len(states), sum(len(part) for part in tokens))
         return [result.logits[place] for place in places]
 
-    def _count(self, num_tokens: int) -> None:
+    def _count(self, num_rows: int, num_tokens: int) -> None:
+        self._num_rows = num_rows
         self._num_passes += 1
         self._num_fed += num_tokens
 
@@ -236,6 +260,11 @@ def _num_common(state: BranchState, host: BranchState) -> int:
             break
         stop = mine.stop
     return stop
+
+
+def _has_new_media(state: BranchState) -> bool:
+    """Say whether an image or the like is among the tokens that a branch was not fed yet."""
+    return any(mark.kind is MarkKind.MEDIA and mark.stop > state.num_computed for mark in state.marks)
 
 
 def _index(members: Sequence[BranchState], state: BranchState) -> int:

@@ -45,8 +45,10 @@ def generate(feeder: Feeder, branches: Sequence[Continued], on_token: OnToken | 
 
 def next_logits(feeder: Feeder, states: Sequence[BranchState]) -> list[Tensor]:
     """Feed what is pending; return the logits `[V]` after each branch's last token."""
-    idle = [state for state in states if not state.num_pending]
-    known = _repeated(feeder, idle)
+    last = [(state, feeder.last_logits(state)) for state in states]
+    known = {id(state): logits.unsqueeze(0) for state, logits in last if logits is not None}
+    idle = [state for state in states if not state.num_pending and id(state) not in known]
+    known |= _repeated(feeder, idle)
     fed = [state for state in states if id(state) not in known]
     found = feeder.feed(fed, [state.pending for state in fed], [1] * len(fed)) if fed else []
     known |= {id(state): logits for state, logits in zip(fed, found, strict=True)}

@@ -5,7 +5,7 @@ Importing this package imports neither torch nor a framework.
 """
 
 from agentmem.search.budget import Budget
-from agentmem.search.growth import Sampling
+from agentmem.search.growth import Sampling, Together
 from agentmem.search.node import Expansion, Node, NodeState
 from agentmem.search.policies.base import Policy
 from agentmem.search.result import SearchResult, Stop
@@ -23,6 +23,7 @@ __all__ = [
     "SearchResult",
     "SearchTree",
     "Stop",
+    "Together",
     "beam",
     "best_first",
     "best_of_n",

@@ -49,7 +49,18 @@ Grow = Callable[[B, int], Iterable[Content] | None]
 """Continues a child's branch, given a seed. Returns nothing, and is called for each child of a node; or leaves the
 branch as it is and returns what its children are to begin with, and is called once for a node."""
 
-Expand = Sampling | Grow[B]
+
+class Together(Generic[B]):
+    """Let a function of the user's continue all children of a step at once, as with `session.batch`."""
+
+    __slots__ = ("grow",)
+
+    def __init__(self, grow: Callable[[Sequence[B], Sequence[int]], object]) -> None:
+        """Call `grow` once a step, with the children's branches and a seed for each."""
+        self.grow = grow
+
+
+Expand = Sampling | Together[B] | Grow[B]
 """How a child continues its branch."""
 
 
@@ -90,26 +101,29 @@ class Nursery(Generic[B]):
         self._next = len(tree.nodes)
 
     def grow(self, expansions: Sequence[Expansion], expand: Expand[B]) -> Iterator[Child]:
-        """Yield the children of some nodes, grown: those of `Sampling` together, others one after the other.
+        """Yield the children of some nodes, grown: together, or one after the other by a function of one branch.
 
         Raises:
             InvalidInputError: A function returned continuations and changed its branch too.
         """
-        if isinstance(expand, Sampling):
-            yield from self._sample(expansions, expand)
+        if isinstance(expand, Sampling | Together):
+            children = self._fork_all(expansions)
+            names, seeds = [child.name for child in children], [child.seed for child in children]
+            if isinstance(expand, Sampling):
+                generate_children(self._session, names, expand, seeds)
+            else:
+                expand.grow([self._session.branch(name) for name in names], seeds)
+            yield from children
             return
         for expansion in expansions:
             yield from self._call(self._tree.nodes[expansion.node], expansion.num_children, expand)
 
-    def _sample(self, expansions: Sequence[Expansion], sampling: Sampling) -> list[Child]:
-        children = [
+    def _fork_all(self, expansions: Sequence[Expansion]) -> list[Child]:
+        return [
             self._fork(self._tree.nodes[expansion.node], index)
             for expansion in expansions
             for index in self._indexes(expansion.node, expansion.num_children)
         ]
-        names, seeds = [child.name for child in children], [child.seed for child in children]
-        generate_children(self._session, names, sampling, seeds)
-        return children
 
     def _call(self, parent: Node, num_children: int, grow: Grow[B]) -> Iterator[Child]:
         for index in self._indexes(parent.number, num_children):

@@ -51,7 +51,8 @@ def run(
         policy: Decides what is expanded and what is let go of.
         expand: How a child continues its branch: `Sampling`, or a function that is called with the child's branch, a
             fork of its node's, and a seed for all that is random. A function may return a list of texts or token ids
-            instead: each begins a child. A child that got no token is given up.
+            instead: each begins a child. `Together` calls a function with all children of a step. A child that got no
+            token is given up.
         score: Says what a branch is worth; -inf gives it up. Tokens that it appends are taken off again.
         is_done: Says whether a branch is an answer.
         budget: How much the search may take.

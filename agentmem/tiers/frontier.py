@@ -25,8 +25,11 @@ from agentmem.tiers.runs import Cursor, Run, Segment, Storage
 LayerKV = tuple[Tensor, Tensor]
 """Keys and values of one stored layer."""
 
-MIN_ROOM = 64
+MIN_ROOM = 32
 """Tokens that every row can take before the buffer grows for the first time."""
+
+WASTE = 4
+"""A buffer this many times as large as what branches keep of it is not kept. Growing leaves up to half empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +152,7 @@ class Frontier:
         return is_standing and all(node.is_in_place() for node in self._nodes)
 
     def reserve(self, num_tokens: int) -> None:
-        """Make room for `num_tokens` more in every row; the buffer grows by half at least.
+        """Make room for `num_tokens` more in every row; what is there for new tokens at least doubles.
 
         Raises:
             CapacityError: It does not fit the device budget.
@@ -159,7 +162,7 @@ class Frontier:
         if needed <= old.capacity:
             return
         stop = max(row.stop for row in self.rows)
-        self.whole = self._allocate(len(self.rows), max(needed, old.capacity * 3 // 2), stop)
+        self.whole = self._allocate(len(self.rows), 2 * needed - self._border, stop)
         for source, target in zip(old.sections, self.whole.sections, strict=True):
             target[:, :, :, :stop].copy_(source[:, :, :, :stop])
         for index, row in enumerate(self.rows):
@@ -199,7 +202,7 @@ class Frontier:
         frontier takes its place.
         """
         own = [segment for row in self.rows for segment in _segments_on(row, row.storage)]
-        is_wasteful = 2 * sum(segment.length for segment in own) < len(self.rows) * self.whole.capacity
+        is_wasteful = WASTE * sum(segment.length for segment in own) < len(self.rows) * self.whole.capacity
         for row in self.rows:
             if successor is not None or is_wasteful:
                 self._move_out(row)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from agentmem.errors import CorruptionError, InvalidInputError
-from agentmem.ids import BlockDigest, BlockHash, short
+from agentmem.ids import BlockDigest, BlockHash
 from agentmem.kv import record as record_format
 from agentmem.kv.hashing import part_hash
 from agentmem.marks import Mark, MarkInput

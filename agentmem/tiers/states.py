@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from agentmem.errors import CorruptionError, NotFoundError
-from agentmem.ids import BlockDigest, BlockHash, short
+from agentmem.ids import BlockDigest, BlockHash
 from agentmem.kv import record as record_format
 from agentmem.kv.hashing import part_hash
 from agentmem.kv.spec import KVSpec

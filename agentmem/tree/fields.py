@@ -52,6 +52,11 @@ def copy_extras(extras: Mapping[str, object]) -> dict[str, object]:
     return copy
 
 
+def own_extras(extras: Mapping[str, object]) -> dict[str, object]:
+    """Return what agentmem itself keeps in a branch's metadata: it goes on to every checkpoint."""
+    return {key: value for key, value in extras.items() if key.startswith("agentmem.")}
+
+
 def _is_plain(key: object, value: object) -> bool:
     """Say whether an entry is small and cannot be changed in place: a copy of the dict is a deep copy of it."""
     if not _is_plain_text(key):

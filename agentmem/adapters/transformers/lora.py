@@ -4,8 +4,9 @@ LoRA and its relatives come from peft, which puts tuner layers in the place of t
 known by what they have, so that peft need not be installed. Knows nothing of hashes.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -56,7 +57,8 @@ def inner_layer(module: nn.Module) -> nn.Module | None:
 def merged_names(layer: nn.Module) -> tuple[str, ...]:
     """Return the adapters whose weights a tuner layer has added to those of the layer that it wraps."""
     nested = (part for _, part in parts(layer) if inner_layer(part) is not None)
-    return (*layer.merged_adapters, *chain.from_iterable(merged_names(part) for part in nested))
+    merged = cast("Iterable[str]", layer.merged_adapters)
+    return (*merged, *chain.from_iterable(merged_names(part) for part in nested))
 
 
 def setting_names(layer: nn.Module) -> tuple[str, ...]:

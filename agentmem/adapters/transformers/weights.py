@@ -147,7 +147,7 @@ class _Lookup:
 
     def read(self) -> list[Any]:
         """Return what is at the places; None where there is no such entry any more."""
-        return list(map(dict.get, self._tables, self._keys))
+        return list(map(dict.get, self._tables, self._keys))  # type: ignore[arg-type]  # tables are dicts of any values
 
 
 @dataclass(frozen=True, slots=True)
