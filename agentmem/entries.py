@@ -81,11 +81,12 @@ def _has_unnamed_kv(ledger: Ledger, entry: BranchEntry) -> bool:
     if entry.tip is None:
         return False
     state = entry.state
-    state.save()
     ours = [each for each in ledger.tree.lineage(entry.tip) if each.fingerprint == ledger.record.fingerprint]
     named = {digest for checkpoint in ours for digest in checkpoint.digests()}
     num_named = max((each.num_tokens - each.num_pending for each in ours[:1] if each.has_kv), default=0)
     last_state = max((ref.position for each in ours for ref in each.states), default=0)
     is_state_late = bool(state.spec.states) and state.num_computed - last_state > 1
-    is_late = state.num_kv - num_named > 1 or is_state_late
-    return is_late or any(block.digest not in named for block in state.blocks)
+    if state.num_kv - num_named > 1 or is_state_late:
+        return True
+    state.save_blocks()
+    return any(block.digest not in named for block in state.blocks)

@@ -59,6 +59,10 @@ class Restoring(Prefix):
         for state in self.saved_states():
             self._runtime.states.save(state)
 
+    def save_blocks(self) -> None:
+        """Hand the full blocks to the disk's writer; afterwards each has its digest."""
+        self._runtime.blocks.save(self.blocks.slice())
+
     def saved_blocks(self) -> list[SealedBlock]:
         """Return every block of the branch, tail included, as far as there are any."""
         return [*self.blocks.slice(), *([self.tail] if self.tail is not None else [])]

@@ -9,12 +9,15 @@ Ours: `batch.forward` of `session.batch`, all bookkeeping included. Ratios are o
 branches a token.
 """
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from harness import MB, Options, Row, Times, check, main, opened_copy, read_tokens, say, stock_cache
 from transformers import DynamicCache
 
+from agentmem.adapters.transformers import cascade
 from agentmem.batch.report import BatchReport
 from agentmem.session import Session
 
@@ -102,7 +105,7 @@ def measure(session: Session, case: Case, options: Options) -> Row:
     names = grow(session, case)
     num_rounds, num_steps = options.repeats(full=5, quick=2), options.repeats(full=6, quick=3)
     stock_side = stock_batch(session, names)
-    stock, ours, alone = Times(), Times(), Times()
+    stock, ours, alone, flat = Times(), Times(), Times(), Times()
     report = None
     tokens = read_tokens(session.adapter._tokenizer, 4096)  # noqa: SLF001 - any text will do
     for number in range(num_rounds):
@@ -110,6 +113,9 @@ def measure(session: Session, case: Case, options: Options) -> Row:
         step_stock(session, stock_side, len(names), fed, stock)
         report = step_ours(session, names, fed, ours)
         step_alone(session, names, fed[:1], alone)
+        if case.num_middle:
+            with sharing_from(case.num_leaves * case.middle):
+                step_ours(session, names, fed, flat)
         stock_side.crop(-num_steps)
     for name in names:
         session.drop(name)
@@ -121,6 +127,7 @@ def measure(session: Session, case: Case, options: Options) -> Row:
         "stock ms": stock.median * 1e3,
         "one by one ms": alone.median * 1e3,
         "ours ms": ours.median * 1e3,
+        "trunk alone shared ms": flat.median * 1e3 if flat.wall_s else "",
         "x stock": stock.median / ours.median,
         "x one by one": alone.median / ours.median,
         "CPU x stock": stock.cpu / ours.cpu,
@@ -132,6 +139,16 @@ def measure(session: Session, case: Case, options: Options) -> Row:
         "shared": report.num_shared,
         "copied": report.num_copied,
     }
+
+
+@contextlib.contextmanager
+def sharing_from(product: int) -> Iterator[None]:
+    """Share less than pays: only stretches from (rows - 1) x tokens on."""
+    before, cascade.CPU_SHARED_PRODUCT = cascade.CPU_SHARED_PRODUCT, product
+    try:
+        yield
+    finally:
+        cascade.CPU_SHARED_PRODUCT = before
 
 
 def grow(session: Session, case: Case) -> list[str]:

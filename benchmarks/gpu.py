@@ -273,7 +273,7 @@ def step(model: PreTrainedModel, cache: Cache, token: int, times: Times) -> torc
 
 def offload_and_load(store: Store, session: Session, num_rounds: int) -> tuple[Times, Times]:
     """Time the way from the device to the host tier (pinned memory on CUDA) and back, for the whole context."""
-    state = session.ledger.state_of(session.resolve("main").checkpoint_id)
+    state = session.ledger.states.state_of(session.resolve("main").checkpoint_id)
     blocks, host = state.saved_blocks(), store._runtime.blocks.host  # noqa: SLF001 - the tier has no public door
     out = session.ledger.workspace.slots(0, blocks[-1].stop)
     down, up = Times(), Times()

@@ -93,7 +93,7 @@ def test_a_second_process_goes_on_from_the_best_branch_without_the_context(finis
     resumed, text = run(store, "--resume")
 
     assert resumed["leg"] == 2
-    assert resumed["fed_before_first"] <= 2
+    assert resumed["fed_before_first"] <= 3  # one a branch
     assert resumed["resumed"]["num_reused"] >= resumed["prefill"]["tokens"]
     assert set(found["branches"]) < set(resumed["branches"])
     assert resumed["items"] > found["items"]
@@ -108,7 +108,7 @@ def test_ctrl_c_loses_nothing_and_the_same_command_goes_on(finished, tmp_path):
 
     assert status == 130, text
     assert "the same command goes on" in text
-    assert rest["fed_before_first"] <= 2
+    assert rest["fed_before_first"] <= 3
     assert {name: rest[name] for name in ("branches", "score", "items", "dropped")} == {
         name: whole[name] for name in ("branches", "score", "items", "dropped")
     }

@@ -25,6 +25,7 @@ from agentmem.search import (
     NodeState,
     Sampling,
     Stop,
+    Together,
     beam,
     best_first,
     best_of_n,
@@ -272,20 +273,16 @@ def test_two_searches_in_one_session_know_nothing_of_each_other(session, fresh):
 
 
 def test_the_seed_decides_and_nothing_else_is_random(session, fresh):
-    search = partial(mcts, expand=SAMPLING, score=noise, children=2, budget=Budget(steps=4))
-    torch.manual_seed(3)
-    before = torch.random.get_rng_state()
+    search = partial(mcts, expand=SAMPLING, score=noise, children=2, budget=Budget(steps=3))
+    others = [fresh(), fresh()]
 
     first = search(session, seed=5)
     torch.rand(9)
-    others = [fresh(), fresh()]
-    again, other = search(others[0], seed=5), search(others[1], seed=6)
+    second, other = search(others[0], seed=5), search(others[1], seed=6)
 
-    torch.manual_seed(3)
-    assert torch.equal(before, torch.random.get_rng_state())
-    assert (first, scores(session)) == (again, scores(others[0]))
-    assert scores(others[1]) != scores(session)
-    assert other.score != first.score
+    assert (first, scores(session)) == (second, scores(others[0]))
+    assert scores(session).values() != scores(others[1]).values()
+    assert first.score != other.score
 
 
 def test_torchs_generator_is_left_alone(session):
@@ -297,6 +294,51 @@ def test_torchs_generator_is_left_alone(session):
 
 
 # -- going on
+
+
+def test_children_may_be_grown_all_at_once_by_a_function(session, fresh):
+    other = fresh()
+    asked = []
+
+    def expand(branches, seeds):
+        asked.append(len(branches))
+        names = [branch.name for branch in branches]
+        with session.batch(names) as batch:
+            seeded = {name: {"seed": seed} for name, seed in zip(names, seeds, strict=True)}
+            batch.generate(per_branch=seeded, **SAMPLING.options)
+
+    found = beam(session, Together(expand), noise, width=2, children=3, budget=Budget(steps=2))
+    same_found = beam(other, SAMPLING, noise, width=2, children=3, budget=Budget(steps=2))
+
+    assert asked == [3, 6]
+    assert found == same_found
+    assert scores(session) == scores(other)
+
+
+def test_an_expand_may_say_what_its_checkpoint_is_called(session):
+    def expand(branch, seed):
+        draw(branch, seed)
+        branch.extras["message"] = f"drew {below(branch)[-1]}"
+
+    best_of_n(session, expand, noise, n=2)
+
+    for number in (1, 2):
+        branch = session.branch(f"search/{number}")
+        assert branch.tip.message == f"drew {below(branch)[-1]}"
+        assert "message" not in branch.extras
+
+
+def test_children_that_do_not_fit_the_device_together_are_sampled_in_smaller_groups(llama, tmp_path, session):
+    whole = best_of_n(session, SAMPLING, noise, n=8)
+    config = agentmem.Config(block_size=16, device_budget_nbytes=200 << 10)
+    with agentmem.open(tmp_path / "small", model=llama, config=config) as store:
+        small = store.create("s")
+        small.append(CONTEXT)
+
+        found = best_of_n(small, SAMPLING, noise, n=8)
+
+        assert same(found) == same(whole)
+        assert store.stats()["device_nbytes"] <= 200 << 10
 
 
 @pytest.mark.parametrize("search", [best_first, mcts, partial(beam, width=2)])
@@ -533,6 +575,16 @@ def test_what_can_be_no_search_is_refused_before_anything_is_done(session, store
 
     assert session.branches == before
     assert empty.branches == ["main"]
+
+
+def test_a_root_that_was_forked_by_a_process_that_died_at_once_is_taken_over(session, fresh):
+    other = fresh()
+    whole = best_of_n(other, draw, noise, n=2)
+    session.fork("search", branch="main")
+
+    found = best_of_n(session, draw, noise, n=2)
+
+    assert same(found) == same(whole)
 
 
 def test_a_record_that_cannot_be_read_is_named(session):

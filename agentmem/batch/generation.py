@@ -39,7 +39,7 @@ def generate(feeder: Feeder, branches: Sequence[Continued], on_token: OnToken | 
     if feeder.mode is BatchMode.ONE_BY_ONE:
         for branch in branches:  # each to its end, so that its KV moves to where the model reads it once
             _generate(feeder, [branch], on_token)
-    else:
+    elif branches:
         _generate(feeder, branches, on_token)
 
 

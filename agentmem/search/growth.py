@@ -170,6 +170,14 @@ def generate_children(
     Raises:
         CapacityError: The device budget is too small for one of them alone.
     """
+    if not _sample_batch(session, names, sampling, seeds):
+        middle = len(names) // 2
+        generate_children(session, names[:middle], sampling, seeds[:middle])
+        generate_children(session, names[middle:], sampling, seeds[middle:])
+
+
+def _sample_batch(session: SearchSession[B], names: Sequence[str], sampling: Sampling, seeds: Sequence[int]) -> bool:
+    """Continue branches as one batch; return False, with all of them as they were, when several do not fit."""
     options = {name: {**sampling.options, "seed": seed} for name, seed in zip(names, seeds, strict=True)}
     try:
         with session.batch(names) as batch:
@@ -177,6 +185,5 @@ def generate_children(
     except CapacityError:
         if len(names) == 1:
             raise
-        middle = len(names) // 2  # the batch left all branches as they were
-        generate_children(session, names[:middle], sampling, seeds[:middle])
-        generate_children(session, names[middle:], sampling, seeds[middle:])
+        return False  # tried again outside, where the error no longer holds on to the batch's memory
+    return True

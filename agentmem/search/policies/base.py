@@ -11,7 +11,8 @@ class Policy(Protocol):
     """Decides which nodes a search expands and which it lets go of.
 
     Both methods depend on the tree alone, so that a search that was interrupted goes on as if it had not been. The
-    policy's `repr` is stored with the search and names it: a frozen dataclass with its options does it right.
+    policy's `repr` is stored with the search and names it: a frozen dataclass with its options does it right. One with
+    a `max_depth` that is not None needs nothing else to end it.
     """
 
     def choose(self, tree: SearchTree) -> Sequence[Expansion]:
