@@ -27,6 +27,9 @@ nitpick_ignore_regex = [
     ("py:class", r"(PreTrained\w+|StoreView)"),
     # what only the library itself passes to its constructors
     ("py:class", r"agentmem\.(_lmdb|adapter|checkpoints|explain\.live|ledger|tiers|branch\.BranchOwner).*"),
+    ("py:class", r"agentmem\.(batch\.batch\.Member|verbs\.Verbs)"),
+    # the protocols that a session and a branch satisfy
+    ("py:.*", r"agentmem\.search\.protocols\..*"),
     # a default of <factory> cannot be parsed, so Sphinx cuts the signature at its commas
     ("py:class", r"(~agentmem\..*|dict|tuple)\[.*"),
 ]

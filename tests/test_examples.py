@@ -21,7 +21,7 @@ COMMAND = [
     "--task",
     "luck",
 ]
-SIZE = ["--goal", "4", "--steps", "5", "--width", "3", "--line-tokens", "6", "--threads", "1"]
+SIZE = ["--goal", "4", "--steps", "5", "--width", "3", "--line-tokens", "16", "--threads", "1"]
 
 pytestmark = pytest.mark.slow
 
@@ -103,7 +103,7 @@ def test_a_second_process_goes_on_from_the_best_branch_without_the_context(finis
 def test_ctrl_c_loses_nothing_and_the_same_command_goes_on(finished, tmp_path):
     _store, whole, _text = finished
 
-    status, text = interrupt(tmp_path / "store.agentmem", after_line="  5 ")
+    status, text = interrupt(tmp_path / "store.agentmem", after_line="  1 ")
     rest, _text = run(tmp_path / "store.agentmem", "--no-baseline")
 
     assert status == 130, text

@@ -665,6 +665,19 @@ def test_a_budget_of_bytes_lets_go_of_the_least_worth_and_never_of_the_best(sess
     assert found.num_steps > 3
 
 
+def test_a_branch_that_the_user_works_on_is_not_dropped_when_its_node_is_let_go_of(session):
+    first = beam(session, draw, noise, width=3, children=3, budget=Budget(steps=1))
+    worst = min((f"search/{number}" for number in (1, 2, 3)), key=lambda name: noise(session.branch(name)))
+    session.switch(worst)
+    limit = first.nbytes + 3 * session.adapter.spec.token_nbytes
+
+    found = beam(session, draw, noise, width=3, children=3, budget=Budget(steps=2, nbytes=limit))
+
+    assert tree_of(session).nodes[int(worst.rpartition("/")[2])].state is NodeState.PRUNED
+    assert session.active.name == worst
+    assert found.nbytes <= limit
+
+
 def test_no_byte_for_a_child_ends_the_search_and_says_so(session):
     limit = (len(CONTEXT) + 3) * session.adapter.spec.token_nbytes
 

@@ -45,7 +45,8 @@ class Talk:
             template_options: More names for the template, such as `{"enable_thinking": False}`.
 
         Returns:
-            How many tokens have their KV already, and where the messages first differ: token, message, both texts, why.
+            A report of how many tokens have their KV already, and of where the messages first differ (token, message,
+            both texts, why).
 
         Raises:
             InvalidInputError: There is no chat template, or it refuses the messages. The branch is as it was.
@@ -76,7 +77,7 @@ class Talk:
             **options: Options of `generate`.
 
         Returns:
-            The answer: text, ids, message and report.
+            A reply with text, ids, message and report.
 
         Raises:
             KeyboardInterrupt: Or whatever else stops it early: what was sent is taken off again.

@@ -16,7 +16,6 @@ from agentmem.search.tree import SearchTree
 SCORE = "score"
 """Where in its extras a node's score is; `Session.log` shows it."""
 
-
 MESSAGE = "message"
 """Where in its extras an `expand` may say what its child's checkpoint is to be called."""
 
@@ -81,20 +80,14 @@ class Home(Generic[B]):
 
         All that was written before is on disk when the record is.
         """
-        root = self.session.branch(self.name)
-        before, old = root.extras.get(KEY), self.stored.nodes
-        root.extras[KEY] = pack(stored)
-        try:
-            root.append(())  # writes the branch, its extras included
-        except BaseException:
-            root.extras[KEY] = before
-            raise
-        self._know(stored)
+        old = self.stored.nodes
+        self._write(stored)
         branches = set(self.session.branches)
         for node in stored.nodes:
+            name = self._branch_name(node.number)
             is_news = node.number >= len(old) or old[node.number].is_kept
-            if is_news and not node.is_kept and self._branch_name(node.number) in branches:
-                self._drop_left_over(self.session.branch(self._branch_name(node.number)))
+            if is_news and not node.is_kept and name in branches:
+                self._drop_left_over(self.session.branch(name))
 
     def nbytes_with(self, children: Sequence[Node]) -> int:
         """Return the bytes of KV of the kept nodes and of the children of a step, dead or not."""
@@ -166,6 +159,17 @@ class Home(Generic[B]):
         stored = replace(self.stored, nodes=(node,))
         self.commit(replace(stored, peak_nbytes=self._tree_of(stored).nbytes))
 
+    def _write(self, stored: Stored) -> None:
+        root = self.session.branch(self.name)
+        before = root.extras.get(KEY)
+        root.extras[KEY] = pack(stored)
+        try:
+            root.append(())  # nothing, and so writes the branch's record with its extras
+        except BaseException:
+            root.extras[KEY] = before
+            raise
+        self._know(stored)
+
     def _check_is_begun(self, root: B, source: B) -> None:
         """Tell a branch that a dying process forked to search below it from one of the user's."""
         is_marked_root = is_marked(root.extras.get(KEY), self.name)
@@ -187,9 +191,9 @@ class Home(Generic[B]):
         return tuple(replace(node, state=state(node)) for node in self.stored.nodes)
 
     def _drop_left_over(self, branch: B) -> None:
-        """Drop a branch if it is a node's that the record does not keep, and is as the search left it.
+        """Drop a branch if it is a node's that the record does not keep, unless the user has put it to use.
 
-        Its tokens that no checkpoint has are taken off first, so that nothing is kept of them.
+        Tokens of it that no checkpoint has are taken off first, so that nothing is kept of them.
         """
         if not self._is_left_over(branch):
             return
@@ -204,11 +208,11 @@ class Home(Generic[B]):
         if match is None or not is_marked(branch.extras.get(KEY), self.name):
             return False
         number = int(match[1])
-        if number >= len(self.stored.nodes):
+        if number >= len(self.stored.nodes) or self.stored.nodes[number].state is NodeState.DEAD:
             return True
         node = self.stored.nodes[number]
-        is_untouched = node.state is NodeState.DEAD or branch.num_tokens == node.num_tokens
-        return not node.is_kept and is_untouched
+        is_in_use = branch.num_tokens != node.num_tokens or branch.name == self.session.active.name
+        return not node.is_kept and not is_in_use
 
     def _note_lost(self) -> None:
         """Count leaves whose branch the user dropped as pruned."""

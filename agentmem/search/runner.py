@@ -41,10 +41,11 @@ def run(
 ) -> SearchResult:
     """Search with a policy, or go on with a search that was interrupted, or whose budget was raised.
 
-    The search forks a branch called `name` and works below it: node 7 is the branch `name/7`, its score is in the
-    extras of branch and checkpoint. The branch that it began from, and the active one, stay as they are. When a
-    function of the user's raises, or the process dies, the search stands at its last whole step, and the same call goes
-    on from there. `is_done` is asked again about the leaves that a search has when it goes on.
+    The search forks a branch called `name` and works below it: node 7 is the branch `name/7`. In the extras of branch
+    and checkpoint, "score" is its score and "search" its place in the tree; what `expand` puts into "message" becomes
+    the checkpoint's message. The branch that it began from, and the active one, stay as they are. When a function of
+    the user's raises, or the process dies, the search stands at its last whole step, and the same call goes on from
+    there. `is_done` is asked again about the leaves that a search has when it goes on.
 
     Args:
         session: Where to search.
@@ -61,7 +62,8 @@ def run(
         branch: Where to begin; by default the active branch.
 
     Returns:
-        What was found; the same for the same seed, whether the search was interrupted or not.
+        What was found; the same for the same seed, whether the search was interrupted or not (but for `num_fed`: what
+        an interrupted process left in the store is not fed again).
 
     Raises:
         InvalidInputError: A search of this name was begun with another policy or seed; a function returned what makes

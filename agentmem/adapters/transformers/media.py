@@ -149,7 +149,7 @@ class MediaInputs:
                 f"{type(self._model).__name__} reads {sorted(given)} through cross-attention in its decoder, whose KV "
                 f"agentmem does not store yet; nothing was appended"
             )
-        if given and self._needs_token_types and not _token_inputs(given):
+        if given and self._needs_token_types and not _token_inputs(inputs):
             raise InvalidInputError(
                 f"the model finds the positions of media by token types: give mm_token_type_ids with "
                 f"{sorted(given)}, as its processor returns them; nothing was appended"
