@@ -28,7 +28,14 @@ pytestmark = pytest.mark.slow
 
 def start(store: Path, *flags: str) -> subprocess.Popen[str]:
     command = [*COMMAND, *SIZE, "--store", str(store), *flags]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=_heed_interrupts
+    )
+
+
+def _heed_interrupts() -> None:
+    """Undo what a shell does to its background jobs: they, and all that they start, ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def run(store: Path, *flags: str) -> tuple[dict, str]:
