@@ -13,11 +13,16 @@ CACHE = Path(__file__).parent.parent / ".models"
 
 
 def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer: SmolLM2-135M-Instruct, a tiny random one, or any that transformers loads."""
+    """Load a model and its tokenizer: SmolLM2-135M-Instruct, a tiny random one, or any that transformers loads.
+
+    SmolLM2 computes in float32 here: what is sampled then does not hang on the rounding of bfloat16, which differs with
+    the number of branches that are fed together, and the search can be compared with one that feeds them one by one.
+    """
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if name == "smollm2":
-        return models.smollm2(CACHE)
+        model, tokenizer = models.smollm2(CACHE)
+        return model.float(), tokenizer
     if name != "tiny":
         return models.load(name)
     tokenizer = AutoTokenizer.from_pretrained(models.smollm2_folder(CACHE))

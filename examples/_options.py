@@ -17,7 +17,7 @@ def parse(description: str | None, arguments: Sequence[str] | None) -> argparse.
     add("--resume", action="store_true", help="go on with a stored search, with a higher goal if it came to its end")
     add("--goal", type=int, default=5, help="items that a branch must have")
     add("--steps", type=int, default=8, help="nodes to expand at most")
-    add("--width", type=int, default=4, help="children of a node")
+    add("--width", type=int, default=8, help="children of a node, sampled together")
     add("--tries", type=int, default=3, help="samples of a line before its branch is dropped")
     add("--line-tokens", type=int, default=16, help="tokens of a line at most")
     add("--temperature", type=float, default=0.7, help="of sampling")
