@@ -67,8 +67,12 @@ class FedBranch(Protocol):
         """Note that the model was fed tokens."""
         ...
 
-    def fed(self, tokens: Sequence[int], states: Sequence[Tensor]) -> None:
-        """Note that the model was fed `tokens`, that their KV is at the cursor's end, and what states it left."""
+    def hold(self, num_tokens: int, states: Sequence[Tensor]) -> LayerState | None:
+        """Take over the layer states that a pass left, before anything of the branch changes."""
+        ...
+
+    def fed(self, tokens: Sequence[int], state: LayerState | None) -> None:
+        """Note that the model was fed `tokens`, that their KV is at the cursor's end, and what `state` it left."""
         ...
 
     def unfeed(self, num_tokens: int) -> None:
@@ -147,9 +151,10 @@ class BranchFeed:
             self._branch.count_fed(1)
             return
         branch = self._branch
+        state = branch.hold(len(self._tokens), states)
         if self._num_new:
             branch.workspace.commit(branch.cursor, self._num_new)
-        branch.fed(self._tokens, states)
+        branch.fed(self._tokens, state)
         self._expected += len(self._tokens)
 
     def crop(self, num_tokens: int) -> None:

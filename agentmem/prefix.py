@@ -139,16 +139,26 @@ class Prefix:
         if len(self.tokens) - last >= self.spec.block_size:
             self.add_border(len(self.tokens))
 
-    def fed(self, tokens: Sequence[int], states: Sequence[Tensor]) -> None:
-        """Note that the model was fed `tokens`, that their KV is at the cursor's end, and what states it left."""
+    def hold(self, num_tokens: int, states: Sequence[Tensor]) -> LayerState | None:
+        """Take over the layer states that a pass over `num_tokens` tokens left; None for a model without.
+
+        Changes nothing of the branch, so that a pass whose states find no room can still be called off.
+
+        Raises:
+            CapacityError: They do not fit the device budget.
+        """
+        return self._runtime.states.hold(self.num_computed + num_tokens, states) if self.spec.states else None
+
+    def fed(self, tokens: Sequence[int], state: LayerState | None) -> None:
+        """Note that the model was fed `tokens`, that their KV is at the cursor's end, and what `state` it left."""
         self.tokens.extend(tokens[self.num_pending :])
         self.num_computed += len(tokens)
         if self.num_computed > self.num_kv:
             self.marks = without_splices(self.marks, self.num_kv)  # what the model has just written was not moved
             self.num_kv, self.tail = self.num_computed, None
         self.seal()
-        if self.spec.states:
-            self.before, self.live = self.live, self._runtime.states.hold(self.num_computed, states)
+        if state is not None:
+            self.before, self.live = self.live, state
             if self.num_computed in self.borders:
                 self.keep_state()
             self.borders = tuple(position for position in self.borders if position > self.num_computed)
@@ -181,6 +191,7 @@ class Prefix:
     def keep_root(self, root: Sequence[Tensor]) -> None:
         """Keep the KV of the encoder's output for all that share its inputs."""
         self.root = self._runtime.states.hold(0, root)
+        self._runtime.counters.add("encoder_runs")
         self._runtime.states.name(self.root, self.root_name())
 
     def seal(self) -> None:
@@ -283,7 +294,7 @@ class Prefix:
     def adopt(self, other: "Prefix") -> None:
         """Take over what another branch of the same leading tokens has computed, or has on the device."""
         if other.regime == self.regime and other.marks == truncate_marks(self.marks, len(other.tokens)):
-            if len(self.tokens) >= other.num_computed > self.num_computed:
+            if len(self.tokens) >= other.reach(other.num_computed) > self.num_computed:
                 self._take_kv(other)
             self.adopt_cursor(other)
             self.root = self.root or other.root
@@ -331,7 +342,8 @@ class Prefix:
         return max((state.position for state in self._states() if state.position <= position), default=0)
 
     def _states(self) -> list[LayerState]:
-        return [*self.points, *(state for state in (self.before, self.live) if state is not None)]
+        states = (*self.points, self.before, self.live)
+        return [state for state in states if state is not None and not state.is_lost]
 
     def _tensors_of(self, state: LayerState | None) -> list[Tensor] | None:
         return None if state is None else state.tensors

@@ -109,19 +109,23 @@ class Restoring(Prefix):
             self.num_computed = self._restart(lost - 1)
             self.loss, self.lost_stop = reason, max(self.lost_stop, lost)
             loaded.reason = reason
+            self._runtime.counters.add(f"tokens_lost_{reason.value}", lost - self.num_computed)
 
     def _restore_root(self) -> None:
         """Bring KV of the encoder's output onto the device, this branch's or another's of the same inputs."""
         if self.root is None and any(mark.kind is MarkKind.ENCODER for mark in self.marks):
             self.root = self._runtime.states.find(self.root_name(), 0, num_parts=1)
-        if self.root is not None and self._fetch(self.root) is not Reason.COMPLETE:
-            self.root = None  # the encoder runs again
+        reason = Reason.COMPLETE if self.root is None else self._fetch(self.root)
+        if reason is not Reason.COMPLETE:
+            self.root = None  # the encoder runs again: no token is fed for it, so a counter says so
+            self._runtime.counters.add(f"encodings_lost_{reason.value}")
 
     def _fetch(self, state: LayerState) -> Reason:
         """Bring a layer state onto the device; say why it cannot be had."""
         try:
             self._runtime.states.load(state)
         except _GONE:
+            self._runtime.states.forget(state)
             return Reason.MISSING
         except _DAMAGED:
             self._runtime.states.forget_damaged(state)

@@ -4,6 +4,7 @@ Each hands the work to `Branch`; nothing is decided here.
 """
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
@@ -18,16 +19,16 @@ from agentmem.stats import ReuseReport
 from agentmem.tree.checkpoint import Checkpoint
 
 
-class Verbs:
+class Verbs(ABC):
     """What a session does with one of its branches."""
 
+    @abstractmethod
     def chosen(self, name: str | None) -> Branch:
         """Return the branch called `name`; the active one for None."""
-        raise NotImplementedError
 
+    @abstractmethod
     def member(self, branch: str | Branch) -> Member:
         """Return a branch as a batch takes it."""
-        raise NotImplementedError
 
     def batch(self, branches: Iterable[str | Branch]) -> Batch:
         """Continue several branches together: `with session.batch(["a", "b"]) as batch` (see `Batch`).

@@ -15,6 +15,9 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import agentmem
 from agentmem import ChatChange, InvalidInputError, Lint
+from agentmem.testing.script import Script
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOLERANCE = 1e-3
 STOP = 2
@@ -34,27 +37,6 @@ STRIPPING = (
 """SmolLM2's template, but that it drops the thinking of answers before the last user message, as Qwen3's does."""
 
 SYSTEM = {"role": "system", "content": "You fix failing tests. Say what is wrong before you change anything."}
-
-
-class Script(LogitsProcessor):
-    """Lets a model say some ids, one after the other, and nothing else."""
-
-    def __init__(self, tokens):
-        self.tokens = list(tokens)
-
-    def __call__(self, input_ids, scores):
-        forced = torch.full_like(scores, -1e9)
-        forced[:, self.tokens.pop(0)] = 0.0
-        return forced
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Small matrices gain nothing from a second thread, and lose much when the cores are shared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -667,6 +649,7 @@ def test_an_option_that_no_branch_can_serve_sends_nothing(session):
 CHILD = """
 import sys, torch, agentmem
 from transformers import AutoTokenizer
+from agentmem.testing.script import Script
 from agentmem.testing.models import tiny_model
 
 torch.set_num_threads(1)

@@ -8,12 +8,14 @@ import copy
 import json
 
 import pytest
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerFast
+from transformers import LogitsProcessorList, PreTrainedTokenizerFast
 
 import agentmem
 from agentmem import ChatChange, InvalidInputError, Lint
+from agentmem.testing.script import Script
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 QWEN3 = """
 {%- if tools %}
@@ -160,27 +162,6 @@ STABLE = ["llama3", "gemma", "llama2", "plain"]
 BOS, STOP = 0, 2
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 LISTING = {"type": "function", "function": {"name": "list", "parameters": {"type": "object", "properties": {}}}}
-
-
-class Script(LogitsProcessor):
-    """Lets a model say some ids, one after the other, and nothing else."""
-
-    def __init__(self, tokens):
-        self.tokens = list(tokens)
-
-    def __call__(self, input_ids, scores):
-        forced = torch.full_like(scores, -1e9)
-        forced[:, self.tokens.pop(0)] = 0.0
-        return forced
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Small matrices gain nothing from a second thread, and lose much when the cores are shared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -9,8 +9,6 @@ import os
 import random
 import select
 import signal
-import subprocess
-import sys
 import time
 from contextlib import closing
 from pathlib import Path
@@ -21,6 +19,7 @@ import torch
 import agentmem
 from agentmem.check import check
 from agentmem.stats import Reason
+from agentmem.testing.zygote import Zygote, serve
 from agentmem.tiers.disk import DiskTier
 
 NUM_ROUNDS = int(os.environ.get("AGENTMEM_CRASH_ROUNDS", "100"))
@@ -28,30 +27,10 @@ CONFIG = agentmem.Config(block_size=16)
 MAX_TOKENS = 220
 
 
-class Zygote:
-    """A process that forks writers."""
-
-    def __init__(self):
-        self.process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-        )
-        assert self.process.stdout.readline() == "ready\n"
-
-    def start_writer(self, store_path, journal, seed):
-        """Fork a writer that appends what is acknowledged to `journal`; return its process id."""
-        self.process.stdin.write(json.dumps([str(store_path), str(journal), seed]) + "\n")
-        return int(self.process.stdout.readline())
-
-    def close(self):
-        self.process.stdin.close()
-        self.process.wait(timeout=60)
-        self.process.stdout.close()
-
-
 @pytest.fixture(scope="module")
 def zygote():
     """One zygote for all rounds."""
-    with closing(Zygote()) as process:
+    with closing(Zygote(__file__)) as process:
         yield process
 
 
@@ -90,7 +69,7 @@ def test_what_was_acknowledged_survives_a_hundred_kills(zygote, llama, tmp_path)
             path, journal = tmp_path / f"store{number}", tmp_path / f"journal{number}"
             expected = {}
         num_known = len(acknowledged(journal))
-        process_id = zygote.start_writer(path, journal, number)
+        process_id = zygote.start(str(path), str(journal), number)
         if number % 10:
             wait_for(journal, num_known + rng.randrange(3), process_id)
         time.sleep(rng.random() * 0.15)
@@ -175,23 +154,9 @@ def act(session, rng, name):
             session.drop(rng.choice(others))
 
 
-def main():
-    """Fork a writer for each line of standard input; say "ready" and each writer's process id."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    print("ready", flush=True)
-    for line in sys.stdin:
-        process_id = os.fork()
-        if not process_id:
-            try:
-                write(*json.loads(line))
-            finally:
-                os._exit(1)
-        print(process_id, flush=True)
-
-
 if __name__ == "__main__":
     from agentmem.testing.models import tiny_model
 
     torch.set_num_threads(1)  # no threads in the zygote: a forked child would wait for them for ever
     MODEL = tiny_model("llama")
-    main()
+    serve(write)

@@ -28,6 +28,7 @@ from agentmem.session import Session
 from agentmem.stats import Reason
 from agentmem.store import Store
 from agentmem.testing.models import tiny_model
+from agentmem.testing.recipes import RECIPES, SHAPE
 from agentmem.tiers.blockindex import BlockInfo
 from agentmem.tiers.device import empty_sections
 from agentmem.tiers.disk import DiskTier
@@ -41,32 +42,13 @@ TOLERANCE = 1e-3
 NUM_CONTEXT, NUM_NEXT = 511, 96
 TOP = 4  # the first tokens, which truncate keeps by default
 
-_SHAPE: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 96,
+_SHAPE = {
+    **SHAPE,
     "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 4096,
-    "initializer_range": 0.1,
+    "vocab_size": 512,
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": 0,
-}
-_MLA: dict[str, Any] = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "head_dim": 8,
-    "v_head_dim": 12,
-    "n_routed_experts": 2,
-    "num_experts_per_tok": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "moe_intermediate_size": 32,
 }
 ONE_LAYER: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -74,8 +56,8 @@ ONE_LAYER: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 16, "layer_types": ["sliding_attention"]},
     "glm": {"partial_rotary_factor": 0.5},
     "smollm3": {"no_rope_layers": [0]},
-    "deepseek_v3": {**_MLA, "q_lora_rank": None},
-    "deepseek_v32": {**_MLA, "q_lora_rank": 16, "index_n_heads": 8, "index_head_dim": 16, "index_topk": 8},
+    "deepseek_v3": RECIPES["deepseek_v3"],
+    "deepseek_v32": RECIPES["deepseek_v32"],
 }
 
 

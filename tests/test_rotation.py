@@ -15,24 +15,12 @@ from agentmem.adapters.transformers.geometry import cache_argument, derive_spec
 from agentmem.adapters.transformers.rotation import KeyRotation
 from agentmem.errors import UnsupportedModelError
 from agentmem.kv.spec import KVSpec, StateSpec
+from agentmem.testing.recipes import RECIPES, SHAPE
 
 TOKENS = [(29 * index * index + 3 * index + 7) % 512 for index in range(14)]  # fewer than the windows hold
 SHIFT = 333
 
-_SHAPE: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 4096,
-    "initializer_range": 0.1,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+_SHAPE = {**SHAPE, "vocab_size": 512, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 1024}
 _ALTERNATING = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
 
@@ -55,20 +43,7 @@ MOVABLE: dict[str, dict[str, Any]] = {
     "smollm3, every fourth layer without": {},
     "nanochat, the other way round": {},
     "nemotron_h, without positions": {"layers_block_type": ["attention", "mlp", "attention", "mlp"]},
-    "deepseek_v3, beside a latent": {
-        "num_key_value_heads": 4,
-        "q_lora_rank": None,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "head_dim": 8,
-        "v_head_dim": 12,
-        "n_routed_experts": 2,
-        "num_experts_per_tok": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "moe_intermediate_size": 32,
-    },
+    "deepseek_v3, beside a latent": RECIPES["deepseek_v3"],
 }
 
 

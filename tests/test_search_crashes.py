@@ -6,13 +6,10 @@ at any moment.
 """
 
 import hashlib
-import json
 import os
 import random
 import select
 import signal
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -22,6 +19,7 @@ import torch
 import agentmem
 from agentmem.check import check
 from agentmem.search import Budget, Sampling, beam, best_first, mcts, tree_of
+from agentmem.testing.zygote import Zygote, serve
 from agentmem.tiers.disk import DiskTier
 
 CONFIG = agentmem.Config(block_size=16)
@@ -121,30 +119,10 @@ def run(store, name, note):
     }
 
 
-class Zygote:
-    """A process that forks searchers."""
-
-    def __init__(self):
-        self.process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-        )
-        assert self.process.stdout.readline() == "ready\n"
-
-    def start(self, store, journal, name, fatal, dtype):
-        """Fork a searcher that kills itself at the `fatal`-th line of its journal; return a descriptor of it."""
-        self.process.stdin.write(json.dumps([str(store), str(journal), name, fatal, dtype]) + "\n")
-        return os.pidfd_open(int(self.process.stdout.readline()))
-
-    def close(self):
-        self.process.stdin.close()
-        self.process.wait(timeout=60)
-        self.process.stdout.close()
-
-
 @pytest.fixture(scope="module")
 def zygote():
     """One zygote for all rounds."""
-    with closing(Zygote()) as process:
+    with closing(Zygote(__file__)) as process:
         yield process
 
 
@@ -181,7 +159,7 @@ def test_a_search_that_is_killed_again_and_again_ends_as_if_it_had_not_been(zygo
     for number in range(NUM_KILLS):
         fatal = rng.randrange(1, 12) if number % 2 else 0
         before = num_lines(journal)
-        descriptor = zygote.start(path, journal, name, fatal, dtype)
+        descriptor = os.pidfd_open(zygote.start(str(path), str(journal), name, fatal, dtype))
         if fatal:
             wait_for_end(descriptor)
         else:
@@ -208,23 +186,9 @@ def search(path, journal, name, fatal, dtype):
     notes.note("ended")
 
 
-def main():
-    """Fork a searcher for each line of standard input; say "ready" and each searcher's process id."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    print("ready", flush=True)
-    for line in sys.stdin:
-        process_id = os.fork()
-        if not process_id:
-            try:
-                search(*json.loads(line))
-            finally:
-                os._exit(1)
-        print(process_id, flush=True)
-
-
 if __name__ == "__main__":
     from agentmem.testing.models import tiny_model
 
     torch.set_num_threads(1)  # no threads in the zygote: a forked child would wait for them for ever
     MODELS = {name: tiny_model("llama", dtype=getattr(torch, name)) for name in ("float32", "bfloat16")}
-    main()
+    serve(search)

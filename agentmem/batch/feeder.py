@@ -186,9 +186,13 @@ class Feeder:
                 num_logits=[count for _, count in rows],
             )
         )
-        for place, state, part in zip(places, states, tokens, strict=True):
+        left = [
+            state.hold(len(part), [each[place : place + 1].clone() for each in result.states])
+            for place, state, part in zip(places, states, tokens, strict=True)
+        ]
+        for place, state, part, layer_state in zip(places, states, tokens, left, strict=True):
             frontier.commit(place, len(part))
-            state.fed(part, [each[place : place + 1].clone() for each in result.states])
+            state.fed(part, layer_state)
         self._count(len(states), sum(len(part) for part in tokens))
         return [result.logits[place] for place in places]
 

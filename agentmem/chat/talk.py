@@ -1,6 +1,7 @@
 """What a branch and a session say to a chat model: `send` and `chat`. Each hands the work to a `Conversation`."""
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 from agentmem.chat.conversation import ChatOptions, Conversation, Reply
@@ -8,12 +9,12 @@ from agentmem.chat.messages import Message, Messages
 from agentmem.stats import ReuseReport
 
 
-class Talk:
+class Talk(ABC):
     """A branch, as the messages that it holds."""
 
+    @abstractmethod
     def _conversation(self) -> contextlib.AbstractContextManager[Conversation]:
         """Keep other threads out while messages are sent."""
-        raise NotImplementedError
 
     @property
     def messages(self) -> list[Message]:

@@ -57,6 +57,11 @@ class LayerState:
         self.stored: list[Future[None]] = []
 
     @property
+    def is_lost(self) -> bool:
+        """Whether it was found to be in no tier any more."""
+        return self.tensors is None and self.digests is None
+
+    @property
     def failure(self) -> BaseException | None:
         """Why it did not reach the disk, if so."""
         failures = (stored.exception() for stored in self.stored if stored.done())
@@ -163,14 +168,20 @@ class StateStore:
         return state.tensors, self._disk.name if self._disk.name in tiers else self._host.name
 
     def cool(self, state: LayerState) -> None:
-        """Let the device forget a state that was handed to the disk; the host tier keeps it, if it fits."""
+        """Let the device forget a state that was handed to the disk; the host tier keeps it, if it fits.
+
+        It stays where it is while neither has it for good.
+        """
         tensors = state.tensors
         if tensors is None or state.digests is None or state.failure is not None:
             return
-        for digest, part in zip(state.digests, self._parts(tensors), strict=True):
-            if not self._host.contains(digest):
-                self._host.store(digest, [self._section(tensor) for tensor in part])
-        state.tensors = state.storage = None
+        parts = zip(state.digests, self._parts(tensors), strict=True)
+        in_host = [self._keep_in_host(digest, part) for digest, part in parts]
+        if all(in_host) or not state.stored:
+            state.tensors = state.storage = None
+        else:
+            for stored in state.stored:
+                stored.add_done_callback(lambda _: _release_when_saved(state))
 
     def forget_damaged(self, state: LayerState) -> None:
         """Forget a state whose stored bytes are bad, so that computing it again writes it again."""
@@ -178,6 +189,10 @@ class StateStore:
         for digest in state.digests or ():
             self._host.remove(digest)
             self._disk.mark_damaged(digest)
+        self.forget(state)
+
+    def forget(self, state: LayerState) -> None:
+        """Let all that share a state know that it is not to be had, so that nobody looks for it again."""
         with self._lock:
             if state.name is not None:
                 self._known.pop(state.name, None)
@@ -187,6 +202,10 @@ class StateStore:
         """Raise the error for which the state did not reach the disk, if any; `save` may be tried again."""
         if state.failure is not None:
             raise state.failure
+
+    def _keep_in_host(self, digest: BlockDigest, part: Sequence[Tensor]) -> bool:
+        """Copy one record's tensors to the host tier, if it lacks them; False when they do not fit its budget."""
+        return self._host.contains(digest) or self._host.store(digest, [self._section(tensor) for tensor in part])
 
     def _load_part(self, digest: BlockDigest) -> tuple[list[Tensor], str]:
         """Return the tensors of one record, and the tier that had them."""
@@ -225,3 +244,9 @@ class StateStore:
             return [next(by_dtype[dtype]).reshape(shape) for dtype, shape in specs]
         except (KeyError, StopIteration, RuntimeError) as error:
             raise CorruptionError(f"a stored layer state does not have the model's shapes: {error}") from error
+
+
+def _release_when_saved(state: LayerState) -> None:
+    """Let the device forget a state that the disk has; whoever needs it loads it."""
+    if state.failure is None and all(stored.done() for stored in state.stored):
+        state.tensors = state.storage = None

@@ -23,7 +23,8 @@ CUDA_SHARED_PRODUCT = 8192
 """The same on CUDA, where small operations weigh more; an estimate (benchmarks/gpu.py measures it)."""
 
 CAST_FROM_QUERIES = 24
-"""On a CPU without AMX, bf16 KV that so many queries attend is faster in fp32 (research: 1.4x; benchmarks/batch.py)."""
+"""On a CPU, bf16 KV that so many queries attend is cast to fp32 first: 1.4x faster on the CPU that was measured,
+which has no AMX."""
 
 _HIDDEN = float("-inf")
 
