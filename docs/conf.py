@@ -23,7 +23,7 @@ napoleon_use_ivar = True
 
 # Other projects' names cannot be resolved without the network, and there is no intersphinx for that reason.
 nitpick_ignore_regex = [
-    ("py:.*", r"(torch|numpy|transformers|collections|concurrent|pathlib|contextlib|threading|enum)\..*"),
+    ("py:.*", r"(torch|numpy|transformers|abc|collections|concurrent|pathlib|contextlib|threading|enum)\..*"),
     ("py:class", r"(PreTrained\w+|StoreView)"),
     # what only the library itself passes to its constructors
     ("py:class", r"agentmem\.(_lmdb|adapter|checkpoints|explain\.live|ledger|tiers|branch\.BranchOwner).*"),
