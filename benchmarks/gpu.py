@@ -8,6 +8,7 @@ so that the script itself is tested, and claims nothing.
 """
 
 import argparse
+import contextlib
 import copy
 import itertools
 import json
@@ -154,6 +155,7 @@ def measure(path: Path, model: PreTrainedModel, tokens: list[int], options: Opti
         cache = stock_cache(session, len(tokens))
         deepcopy = time_calls(lambda: (copy.deepcopy(cache), synchronize()), options.repeats(full=5, quick=2))
         down, up = offload_and_load(store, session, options.repeats(full=5, quick=2))
+        link_down, link_up = link(len(tokens) * session.adapter.spec.token_nbytes, options.repeats(full=5, quick=2))
         session.close()
     nbytes = len(tokens) * session.adapter.spec.token_nbytes
     return {
@@ -165,6 +167,8 @@ def measure(path: Path, model: PreTrainedModel, tokens: list[int], options: Opti
         **batch,
         "offload GB/s": nbytes / down.median / 1e9,
         "load from host GB/s": nbytes / up.median / 1e9,
+        "link down GB/s": nbytes / link_down.median / 1e9,
+        "link up GB/s": nbytes / link_up.median / 1e9,
         "compute ms": compute.median * 1e3,
         "checkpoint ms": save.median * 1e3,
         **resume(path, model, name, nbytes),
@@ -286,6 +290,23 @@ def offload_and_load(store: Store, session: Session, num_rounds: int) -> tuple[T
             for block in blocks:
                 host.load(block.digest, [section[:, :, block.start : block.stop] for section in out])
             synchronize()
+    return down, up
+
+
+def link(nbytes: int, num_rounds: int) -> tuple[Times, Times]:
+    """Time what offload and load could reach: one copy of as many bytes, pinned memory, a stream of its own."""
+    has_gpu = torch.cuda.is_available()
+    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=has_gpu)
+    device = torch.empty(nbytes, dtype=torch.uint8, device="cuda" if has_gpu else "cpu")
+    down, up = Times(), Times()
+    with torch.cuda.stream(torch.cuda.Stream()) if has_gpu else contextlib.nullcontext():
+        for _ in range(num_rounds):
+            with down.run():
+                host.copy_(device, non_blocking=True)
+                synchronize()
+            with up.run():
+                device.copy_(host, non_blocking=True)
+                synchronize()
     return down, up
 
 
