@@ -19,7 +19,7 @@ MODEL ?=
 DEMO := $(if $(MODEL),,TQDM_DISABLE=1) $(BIN)/python examples/tree_search.py $(if $(MODEL),--model "$(MODEL)")
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format coverage bench docs ci clean
+.PHONY: help install demo test torture check format coverage bench docs ci clean
 
 help: ## Print this list.
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -41,6 +41,15 @@ demo: $(STAMP) ## Run a tree-search agent, then resume it in a second process (M
 
 test: $(STAMP) ## Run every test that a machine without a GPU can run (ARGS= goes to pytest).
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+torture: export AGENTMEM_TORTURE_KILLS ?= 1000
+torture: export AGENTMEM_TORTURE_IMAGES ?= 500
+torture: export AGENTMEM_TORTURE_CORRUPTIONS ?= 1000
+torture: export AGENTMEM_TORTURE_STRIDE ?= 1
+torture: export AGENTMEM_TORTURE_SOAK_S ?= 600
+torture: export OMP_NUM_THREADS = 1
+torture: $(STAMP) ## Kill, starve and damage stores for about an hour, and print what came of it (docs/durability.md).
+	$(BIN)/python -m pytest -s --timeout 14400 tests/torture $(ARGS)
 
 check: $(STAMP) ## Check format, lint, types, import contracts, docstrings and spelling.
 	$(BIN)/ruff format --check

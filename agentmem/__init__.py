@@ -8,6 +8,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
+from agentmem._crypto import key_from_passphrase
 from agentmem._version import __version__
 from agentmem.config import Config
 from agentmem.errors import (
@@ -16,17 +17,20 @@ from agentmem.errors import (
     CapacityError,
     ClosedError,
     CorruptionError,
+    EncryptionError,
     FormatVersionError,
     InvalidInputError,
     NotFoundError,
     ReadOnlyError,
+    SessionLeasedError,
     SpecMismatchError,
     StaleCacheError,
     StorageFullError,
     StoreLockedError,
     UnsupportedModelError,
 )
-from agentmem.stats import ChatChange, ChatDifference, Finding, Lint, Reason, ReuseReport
+from agentmem.reasons import Reason
+from agentmem.stats import ChatDifference, Finding, ReuseReport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -36,6 +40,9 @@ if TYPE_CHECKING:
     from agentmem.branch import Branch, Generation
     from agentmem.chat.conversation import Reply
     from agentmem.explain.explanation import Explanation
+    from agentmem.gc import GcReport
+    from agentmem.pruning import PrunedItem, PruneReport
+    from agentmem.retention import Retention
     from agentmem.session import Session
     from agentmem.store import Store
     from agentmem.tree.checkpoint import Checkpoint
@@ -47,8 +54,12 @@ _LAZY = {
     "Branch": "agentmem.branch",
     "Checkpoint": "agentmem.tree.checkpoint",
     "Explanation": "agentmem.explain.explanation",
+    "GcReport": "agentmem.gc",
     "Generation": "agentmem.branch",
+    "PruneReport": "agentmem.pruning",
+    "PrunedItem": "agentmem.pruning",
     "Reply": "agentmem.chat.conversation",
+    "Retention": "agentmem.retention",
     "Score": "agentmem.batch.report",
     "Session": "agentmem.session",
     "Store": "agentmem.store",
@@ -62,25 +73,29 @@ __all__ = [
     "BatchReport",
     "Branch",
     "CapacityError",
-    "ChatChange",
     "ChatDifference",
     "Checkpoint",
     "ClosedError",
     "Config",
     "CorruptionError",
+    "EncryptionError",
     "Explanation",
     "Finding",
     "FormatVersionError",
+    "GcReport",
     "Generation",
     "InvalidInputError",
-    "Lint",
     "NotFoundError",
+    "PruneReport",
+    "PrunedItem",
     "ReadOnlyError",
     "Reason",
     "Reply",
+    "Retention",
     "ReuseReport",
     "Score",
     "Session",
+    "SessionLeasedError",
     "SpecMismatchError",
     "StaleCacheError",
     "StorageFullError",
@@ -89,6 +104,7 @@ __all__ = [
     "StoreView",
     "UnsupportedModelError",
     "__version__",
+    "key_from_passphrase",
     "open",
 ]
 
@@ -116,9 +132,9 @@ def open(
 ) -> "Store | StoreView":
     """Open the store at `path`.
 
-    With a model the store is made when there is none, and sessions can be created and resumed; one such handle may be
-    open at a time. Without a model the store can be listed and inspected, also beside a running writer, and nothing of
-    torch is imported.
+    With a model the store is made when there is none, and sessions can be created and resumed. Without a model it can
+    be listed and inspected, and nothing of torch is imported. Any number of processes may have it open, each once; a
+    session is written to by one of them at a time.
 
     Args:
         path: The store's directory.
@@ -133,8 +149,9 @@ def open(
         UnsupportedModelError: The model keeps state that agentmem does not store.
         NotFoundError: There is no store, and no model was given to make one for.
         InvalidInputError: The path is something else than a store.
-        StoreLockedError: Another handle or process has the store open for writing.
+        StoreLockedError: This process has the store open already, or another one is replacing its data file.
         FormatVersionError: The store needs a newer agentmem.
+        EncryptionError: The store is encrypted and the key is missing or another one, or it is not encrypted.
         CorruptionError: The store's files are cut off or damaged.
         ReadOnlyError: The directory cannot be written to.
     """
@@ -143,7 +160,7 @@ def open(
         from agentmem._lmdb import Environment
         from agentmem.view import StoreView
 
-        return StoreView(Environment.open(Path(path), read_only=True), config)
+        return StoreView(Environment.open(Path(path), read_only=True, key=config.encryption_key), config)
     from agentmem.adapters.transformers import TransformersAdapter
     from agentmem.store import Store
 

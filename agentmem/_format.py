@@ -10,19 +10,23 @@ from dataclasses import dataclass
 
 from agentmem.errors import CorruptionError, FormatVersionError, InvalidInputError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Version that this code writes; rises whenever a byte on disk changes its meaning.
 
 1: checkpoints without marks and with bare digests of layer states. 2: marks, layer states with positions, regimes.
+3: stamped rows, small records kept twice.
 """
 
-OLDEST_READABLE = 2
+OLDEST_READABLE = 3
 """Lowest version that this code reads."""
 
 FORMAT_KEY = b"format"
 """Key of the record in the table `meta`."""
 
-KNOWN_INCOMPAT = 0
+ENCRYPTED = 1
+"""Feature bit, incompat: rows and records are in boxes that only the store's key opens."""
+
+KNOWN_INCOMPAT = ENCRYPTED
 """Feature bits that this code understands; a store with any other incompat bit is refused."""
 
 # Byte by byte, big-endian, 44 bytes; later versions may append:
@@ -35,6 +39,11 @@ KNOWN_INCOMPAT = 0
 #  36  8  created: seconds since 1970, IEEE double
 _LAYOUT = struct.Struct(">8sHHII16sd")
 _MAGIC = b"agentmem"
+
+
+def is_format_record(data: bytes) -> bool:
+    """Tell whether bytes begin as a format record does."""
+    return data.startswith(_MAGIC)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,16 +67,21 @@ class StoreFormat:
     created_s: float
 
     @classmethod
-    def new(cls) -> "StoreFormat":
+    def new(cls, *, is_encrypted: bool = False) -> "StoreFormat":
         """Describe a new store in today's format."""
         return cls(
             version=FORMAT_VERSION,
             min_reader=FORMAT_VERSION,
             compat=0,
-            incompat=0,
+            incompat=ENCRYPTED if is_encrypted else 0,
             uuid=secrets.token_bytes(16),
             created_s=time.time(),
         )
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether reading the store needs its key."""
+        return bool(self.incompat & ENCRYPTED)
 
     def pack(self) -> bytes:
         """Return the record's bytes."""

@@ -6,11 +6,11 @@ Knows nothing of LMDB or of what an operation does; `commit` is given from outsi
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
+from agentmem._future import Future
 from agentmem.errors import ClosedError, StorageFullError
 
 MIB = 1 << 20
@@ -29,11 +29,23 @@ class Level(Enum):
     DURABLE = "durable"
     """Written at once, with all that was submitted before; survives a power cut once its future is done."""
 
+    REMOVAL = "removal"
+    """As DURABLE, but it does not stand behind what found no room on the disk: it makes room."""
+
     QUEUED = "queued"
-    """Written with the next group, within 50 ms; its failure is raised by the next DURABLE operation or flush."""
+    """Written with the next group, within 50 ms; its failure is raised by the next DURABLE operation or flush.
+
+    One that finds the disk full waits in its place in the order, and with it all QUEUED ones behind it: the DURABLE
+    ones behind it fail, until there is room.
+    """
 
     RELAXED = "relaxed"
     """As QUEUED, but its failure is told by its future alone: for data that can be made again."""
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether its future is done only once it is on disk for good."""
+        return self in {Level.DURABLE, Level.REMOVAL}
 
 
 @dataclass(slots=True)
@@ -93,6 +105,7 @@ class Writer(Generic[TransactionT]):
         self._work = threading.Condition(self._lock)
         self._space = threading.Condition(self._lock)
         self._queue: deque[Operation[TransactionT]] = deque()
+        self._postponed: list[Operation[TransactionT]] = []  # QUEUED ones that found the disk full, oldest first
         self._queued_nbytes = 0
         self._unfinished_nbytes = 0
         self._num_unfinished = 0
@@ -104,6 +117,10 @@ class Writer(Generic[TransactionT]):
         # A daemon, so that a store that was never closed cannot keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="agentmem-writer", daemon=True)
         self._thread.start()
+
+    def unfinished_nbytes(self) -> int:
+        """Return the bytes of the operations that are queued or being carried out."""
+        return self._unfinished_nbytes
 
     def submit(self, run: Callable[[TransactionT], T], *, level: Level, nbytes: int) -> Future[T]:
         """Queue an operation. Takes microseconds, unless the queue is full of bytes.
@@ -127,8 +144,8 @@ class Writer(Generic[TransactionT]):
             Exception: The first failure of a QUEUED operation that was not told yet, or of this flush.
         """
         with self._lock:
-            is_clean = not self._num_unfinished and not self._is_unsynced and self._failure is None
-        if not is_clean:
+            is_unfinished = self._num_unfinished > 0 or self._is_unsynced or len(self._postponed) > 0
+        if is_unfinished or self._failure is not None:
             self.submit(_do_nothing, level=Level.DURABLE, nbytes=0).result()
 
     def close(self) -> None:
@@ -157,12 +174,12 @@ class Writer(Generic[TransactionT]):
             self._space.wait()
 
     def _enqueue(self, operation: Operation[TransactionT]) -> None:
-        is_urgent = operation.level is Level.DURABLE
-        self._queue.append(operation)
+        is_urgent = operation.level.is_durable
         self._num_unfinished += 1
         self._num_urgent += is_urgent
         self._queued_nbytes += operation.nbytes
         self._unfinished_nbytes += operation.nbytes
+        self._queue.append(operation)  # last: an interrupt comes after a call, and finds all counted
         # A thread that looks at the end of its window anyway need not be woken for a queued operation.
         if is_urgent or self._is_asleep or self._queued_nbytes >= self._group_nbytes:
             self._is_asleep = False
@@ -170,12 +187,13 @@ class Writer(Generic[TransactionT]):
 
     def _run(self) -> None:
         while group := self._next_group():
-            self._carry_out([operation for operation in group if operation.future.set_running_or_notify_cancel()])
+            self._carry_out(group)
             with self._lock:
                 self._num_unfinished -= len(group)
                 self._unfinished_nbytes -= sum(operation.nbytes for operation in group)
                 self._space.notify_all()
             del group  # or the thread would keep the group's memory while it waits for the next
+        self._give_up_postponed()
         if self._is_unsynced:
             self._sync_last()
 
@@ -204,7 +222,7 @@ class Writer(Generic[TransactionT]):
         while self._queue and (not group or nbytes + self._queue[0].nbytes <= self._group_nbytes):
             operation = self._queue.popleft()
             nbytes += operation.nbytes
-            self._num_urgent -= operation.level is Level.DURABLE
+            self._num_urgent -= operation.level.is_durable
             group.append(operation)
         self._queued_nbytes -= nbytes
         return group
@@ -212,21 +230,53 @@ class Writer(Generic[TransactionT]):
     def _carry_out(self, group: list[Operation[TransactionT]]) -> None:
         if not group:
             return
+        group, self._postponed = [*self._postponed, *group], []
         try:
             outcomes = self._commit_group(group)
         except StorageFullError as error:
-            if len(group) > 1:  # one large operation must not take the small ones with it
-                for operation in group:
-                    self._carry_out([operation])
-                return
-            outcomes = [Outcome(error=error)]
+            if len(group) == 1:
+                self._settle(group[0], Outcome(error=error))
+            else:
+                self._carry_out_what_fits(group, error)
+            return
         except Exception as error:  # noqa: BLE001 - whatever it is, the futures must tell it
             outcomes = [Outcome(error=error)] * len(group)
         for operation, outcome in zip(group, outcomes, strict=True):
             self._resolve(operation, outcome)
 
+    def _carry_out_what_fits(self, group: list[Operation[TransactionT]], full: StorageFullError) -> None:
+        """Try each operation alone, so that one large one does not take the small ones with it, and keep the order."""
+        for operation in group:
+            is_behind = len(self._postponed) > 0 and operation.level in {Level.QUEUED, Level.DURABLE}
+            self._settle(operation, Outcome(error=full) if is_behind else self._carry_out_alone(operation))
+
+    def _carry_out_alone(self, operation: Operation[TransactionT]) -> Outcome:
+        try:
+            return self._commit_group([operation])[0]
+        except Exception as error:  # noqa: BLE001 - its future must tell it
+            return Outcome(error=error)
+
+    def _settle(self, operation: Operation[TransactionT], outcome: Outcome) -> None:
+        """Tell the outcome of an operation; one that is QUEUED waits for room instead."""
+        if operation.level is Level.QUEUED and isinstance(outcome.error, StorageFullError):
+            self._postponed.append(operation)
+        else:
+            self._resolve(operation, outcome)
+
+    def _give_up_postponed(self) -> None:
+        """Try for the last time what is postponed, and let `close` tell of it when there is still no room."""
+        last, self._postponed = self._postponed, []
+        if not last:
+            return
+        try:
+            outcomes = self._commit_group(last)
+        except Exception as error:  # noqa: BLE001 - close() raises it
+            outcomes = [Outcome(error=error)] * len(last)
+        for operation, outcome in zip(last, outcomes, strict=True):
+            self._resolve(operation, outcome)
+
     def _commit_group(self, group: list[Operation[TransactionT]]) -> Sequence[Outcome]:
-        is_durable = any(operation.level is Level.DURABLE for operation in group)
+        is_durable = any(operation.level.is_durable for operation in group)
         outcomes = self._commit(group, is_durable)
         self._is_unsynced = not is_durable
         return outcomes
@@ -235,10 +285,10 @@ class Writer(Generic[TransactionT]):
         error = outcome.error
         if operation.level is Level.QUEUED and error is not None and self._failure is None:
             self._failure = error
-        elif operation.level is Level.DURABLE and error is not None and self._failure is not None:
+        elif operation.level.is_durable and error is not None and self._failure is not None:
             error.add_note(f"An earlier queued write failed too: {self._failure}")
             self._failure = None
-        elif operation.level is Level.DURABLE and self._failure is not None:
+        elif operation.level.is_durable and self._failure is not None:
             error, self._failure = self._failure, None
             error.add_note("This is the failure of an earlier queued write; the write that raises it is stored.")
         if error is not None:

@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from agentmem.marks import Mark, Marks
+from agentmem.reasons import Reason
 from agentmem.tiers.frontier import LayerKV, SharedKV
 
 
@@ -105,8 +106,13 @@ class BatchModel(Protocol):
         ...
 
     @property
+    def reason(self) -> Reason | None:
+        """Why nothing faster is done, in a word of `reasons.BATCHING`; None for the fastest."""
+        ...
+
+    @property
     def why(self) -> str:
-        """Why nothing faster is done; "" for the fastest."""
+        """The same in a sentence; "" for the fastest."""
         ...
 
     @property

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from agentmem.chat.conversation import Conversation
 from agentmem.chat.lint import LintMemory
 from agentmem.chat.talk import Talk
 from agentmem.checkpoints import BranchEntry
-from agentmem.edits import Cut, Edit, budget_cut, check_mode, range_cut, window_cut
+from agentmem.editing import Editing
 from agentmem.errors import InvalidInputError
 from agentmem.explain.explanation import Explanation
 from agentmem.explain.live import Content, LiveLibrary
@@ -24,6 +24,8 @@ from agentmem.operation import Operation
 from agentmem.stats import ReuseReport
 from agentmem.tree.checkpoint import Checkpoint
 from agentmem.tree.fields import copy_extras, own_extras
+
+T = TypeVar("T")
 
 Guard = contextlib.AbstractContextManager[None]
 
@@ -57,12 +59,20 @@ class BranchOwner(Protocol):
         """Keep other threads out and the branch on the device, while an operation runs."""
         ...
 
+    def with_room(self, work: Callable[[], T]) -> T:
+        """Do work that needs room on the device, and that may be done again when others had the room."""
+        ...
+
     def resolve(self, checkpoint: Checkpoint | str) -> Checkpoint:
         """Return a checkpoint of the session by record, id prefix or branch name."""
         ...
 
     def fork(self, name: str, *, branch: str) -> "Branch":
         """Make a branch where another one stands."""
+        ...
+
+    def drop(self, name: str) -> None:
+        """Remove a branch."""
         ...
 
     def add(self, name: str, operation: str, make: Callable[[], BranchEntry]) -> "Branch":
@@ -74,11 +84,13 @@ class BranchOwner(Protocol):
         ...
 
 
-class Branch(Talk):
+class Branch(Talk, Editing["Branch"]):
     """A movable name on a checkpoint, plus an open tail of tokens.
 
     Handles are cheap and stay valid while the session is open; a dropped branch's handle raises `ClosedError`.
     """
+
+    _owner: BranchOwner
 
     def __init__(self, owner: BranchOwner, entry: BranchEntry) -> None:
         """Stand for `entry`; made by the session."""
@@ -152,8 +164,19 @@ class Branch(Talk):
     @contextlib.contextmanager
     def _conversation(self) -> Iterator[Conversation]:
         """Keep other threads out while messages are sent: what `send` and `chat` are made of."""
-        with self._owner.using(self._entry):
+        with self._all_or_nothing():
             yield Conversation(self._owner, self, self._entry)
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Use the branch, and leave it as it was when anything is raised inside."""
+        with self._owner.using(self._entry):
+            try:
+                with self._entry.unchanged_on_error():
+                    yield
+            except BaseException:
+                self._write()
+                raise
 
     def append(self, content: str | Iterable[int], **model_inputs: object) -> None:
         """Add text or token ids at the end. Costs no computation: the model is fed when logits or a checkpoint need it.
@@ -169,7 +192,7 @@ class Branch(Talk):
             InvalidInputError: An id is not in the vocabulary, there is no tokenizer for text, or the model takes no
                 such inputs there. Nothing was appended.
         """
-        with self._owner.using(self._entry):
+        with self._all_or_nothing():
             state = self._entry.state
             tokens = self._read(content)
             state.add_message_border()
@@ -188,7 +211,8 @@ class Branch(Talk):
         """
         with self._owner.using(self._entry):
             try:
-                return self._entry.state.forward(self._read(tokens))
+                read = self._read(tokens)
+                return self._owner.with_room(lambda: self._entry.state.forward(read))
             finally:
                 self._write()
 
@@ -211,7 +235,7 @@ class Branch(Talk):
                 raise InvalidInputError(f"branch {self.name!r} has no tokens to continue; append some first")
             self._owner.adapter.check_options(options)
             try:
-                sampled = self._entry.state.generate(dict(options))
+                sampled = self._entry.state.generate(dict(options), self._owner.with_room)
             finally:
                 self._write()
             return Generation(tuple(sampled), self._owner.adapter.decode(sampled))
@@ -253,7 +277,7 @@ class Branch(Talk):
                 raise InvalidInputError(
                     f"branch {self.name!r} has no tokens, so there is nothing to keep; append some first"
                 )
-            self._entry.state.settle(keep=1)
+            self._owner.with_room(lambda: self._entry.state.settle(keep=1))
             self._owner.ledger.states.note_progress(self._entry)
             kept = copy_extras(self._entry.extras if extras is None else {**own_extras(self._entry.extras), **extras})
             return self._owner.ledger.commit(self._entry, message=message, extras=kept)
@@ -272,7 +296,7 @@ class Branch(Talk):
             InvalidInputError: Neither or both were given, or the branch does not reach back so far.
             NotFoundError: There is no such checkpoint.
         """
-        with self._owner.using(self._entry):
+        with self._all_or_nothing():
             entry, ledger = self._entry, self._owner.ledger
             length = self._rewound_length(to, tokens)
             old = entry.tip
@@ -282,71 +306,6 @@ class Branch(Talk):
             entry.state.truncate(length)
             entry.tip = tip
             ledger.write_branch(entry, ledger.move(entry, "rewind", old, tip))
-
-    def edit(
-        self,
-        name: str,
-        start: int,
-        end: int,
-        replacement: str | Iterable[int] | None = None,
-        *,
-        mode: str = "splice",
-    ) -> "Branch":
-        """Make a branch `name` with `replacement` in the place of the tokens [start, end). This one stays as it is.
-
-        Args:
-            name: The new branch's name.
-            start: The first token to leave out; the KV before it is shared.
-            end: The first token to keep again.
-            replacement: Text or ids to put there; nothing by default.
-            mode: "splice" moves the KV of the tokens from `end` on, in milliseconds: keys are turned to their new
-                positions, and the branch is marked approximate from there on, for that KV still knows of what was cut
-                out. "exact" computes those tokens again, when they are needed.
-
-        Raises:
-            InvalidInputError: The range, the mode or an id is wrong, or the range cuts through one model input.
-            UnsupportedModelError: KV would have to be moved, and this model's cannot be; mode="exact" works.
-            AlreadyExistsError: The name is taken.
-        """
-        with self._owner.using(self._entry):
-            check_mode(mode)
-            tokens = () if replacement is None else self._read(replacement, is_first=start == 0)
-            cut = range_cut(self._entry.state, start, end, tuple(tokens))
-            return self._edited(name, cut, "edit", is_exact=mode == "exact")
-
-    def truncate(self, name: str, *, keep_last: int, sinks: int = 4) -> "Branch":
-        """Make a branch `name` of the first `sinks` and the last `keep_last` tokens, whose KV is moved (see `edit`).
-
-        Attention leans on the first tokens of a text: without them (`sinks=0`) a model goes astray (docs/edits.md). A
-        branch with no more tokens than that is forked.
-
-        Raises:
-            InvalidInputError: A number is out of range.
-            UnsupportedModelError: This model's KV cannot be moved.
-            AlreadyExistsError: The name is taken.
-        """
-        with self._owner.using(self._entry):
-            return self._edited(name, window_cut(self._entry.state, keep_last, sinks), "truncate", is_exact=False)
-
-    def compact(self, name: str, budget: int, *, strategy: str = "sink_window", sinks: int = 4) -> "Branch":
-        """Make a branch `name` of at most `budget` tokens. The only strategy keeps the first and the last (`truncate`).
-
-        Raises:
-            InvalidInputError: The strategy is unknown, or the budget is not larger than `sinks`.
-            UnsupportedModelError: This model's KV cannot be moved.
-            AlreadyExistsError: The name is taken.
-        """
-        with self._owner.using(self._entry):
-            cut = budget_cut(self._entry.state, budget, strategy, sinks)
-            return self._edited(name, cut, "compact", is_exact=False)
-
-    def _edited(self, name: str, cut: Cut | None, operation: str, *, is_exact: bool) -> "Branch":
-        """Make the branch that a cut gives; a fork when it changes nothing."""
-        owner = self._owner
-        if cut is None:
-            return owner.fork(name, branch=self.name)
-        edit = Edit(owner.ledger, owner.adapter, self._entry, cut)
-        return owner.add(name, operation, lambda: edit.make(name, operation, is_exact=is_exact))
 
     def explain(self, content: Content) -> Explanation:
         """Say what a whole prompt would reuse of what is stored, and why no more. Computes and changes nothing.

@@ -9,34 +9,32 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
-
 from agentmem._lmdb import Environment, ReadTransaction, Table
 from agentmem.errors import AgentMemError, CorruptionError, NotFoundError
 from agentmem.ids import BlockDigest, SessionId, short
-from agentmem.kv import record as record_format
-from agentmem.tiers.blockindex import BlockInfo
+from agentmem.tiers.blockindex import BlockInfo, read_sum
 from agentmem.tiers.disk import DiskTier
-from agentmem.tree import nodes, rows, tails
+from agentmem.tiers.sealing import verified
+from agentmem.tree import nodes, pins, rows, tails
 from agentmem.tree.checkpoint import Checkpoint
 
-_MAX_RAW_NBYTES = 1 << 30
-
 _ADVICE = {
-    Table.SESSIONS: "the session cannot be opened; its checkpoints are sound: restore a backup, or remove it",
-    Table.BRANCHES: "the branch cannot be opened: fork another from its last checkpoint, then remove it",
-    Table.TAILS: "the tokens of a branch after its tip are lost: rewind it to its tip",
-    Table.NODES: "its tokens are lost, and branches behind it cannot be resumed: restore a backup, or remove them",
-    Table.NREFS: "gc leaves the checkpoint alone: export the session and import it into a new store",
-    Table.TOMB: "gc looks at the checkpoint itself: nothing is lost",
-    Table.REFLOG: "one line of the history is lost, nothing else",
-    Table.BINDEX: "the block counts as not stored: its KV is computed again from tokens",
-    Table.CHAIN: "the block is not found by its tokens any more; checkpoints still have it",
+    Table.SESSIONS: "the session cannot be opened: `agentmem repair` makes its record again from its checkpoints",
+    Table.BRANCHES: "the branch cannot be opened: drop it, or let `agentmem repair` make it again from the reflog",
+    Table.TAILS: "tokens after a branch's tip are lost: fork its tip, or let `agentmem repair` put it back there",
+    Table.NODES: "its tokens are lost; branches behind it cannot be opened: restore a backup, or let `agentmem repair` "
+    "put them back to what is before it",
+    Table.NREFS: "gc leaves the checkpoint alone: `agentmem repair` counts it again",
+    Table.TOMB: "gc looks at the checkpoint itself, nothing is lost: `agentmem repair` makes the row again",
+    Table.REFLOG: "one line of the history is lost, nothing else: `agentmem repair` drops the row",
+    Table.BINDEX: "the block counts as not stored: its KV is computed again from tokens, and stored again",
+    Table.CHAIN: "the block is not found by its tokens any more; checkpoints still have it: storing it heals that",
 }
 """What damage to a row of each table means."""
 
-_UNCOUNTED = "gc could remove what is still named: export the sessions and import them into a new store before gc runs"
-_OVERCOUNTED = "space is kept for nothing, nothing is lost"
+_UNCOUNTED = "gc could remove what is still named: let `agentmem repair` count again before gc runs"
+_OVERCOUNTED = "space is kept for nothing, nothing is lost: `agentmem repair` counts again"
+_UNLIKE = "one of its two copies is damaged; the other is used, and written over it when the store is open for writing"
 
 T = TypeVar("T")
 
@@ -47,7 +45,7 @@ class Problem:
 
     Attributes:
         record: What it is wrong with.
-        kind: "structure", "damaged", "dangling", "contradiction", "count" or "orphan".
+        kind: "structure", "damaged", "copy", "dangling", "contradiction", "count" or "orphan".
         advice: What it means and what to do.
     """
 
@@ -105,8 +103,10 @@ def check(
     with environment.read() as txn:
         survey = _Survey(txn)
         for text in structure:
-            survey.found("the data file", "structure", f"{text}: copy the store first, then restore a backup")
+            survey.found("the data file", "structure", f"{text}: run `agentmem repair`, which keeps the old file")
         survey.look(disk)
+        for table, key in sorted(txn.unlike):
+            survey.found(f"row {key.hex()} of {table.value}", "copy", _UNLIKE)
     chosen = [digest for digest in survey.blocks if (rng or random.Random()).random() < fraction] if read_data else []
     nbytes_read = sum(_read_block(disk, digest, survey.found) for digest in chosen)
     return CheckReport(
@@ -145,6 +145,7 @@ class _Survey:
         self._look_at_checkpoints()
         self._look_at_sessions()
         self._look_at_branches()
+        self._names.update(pins.each(self._txn))
         self._look_at_counts()
         for table in (Table.META, Table.TAILS, Table.LEASES):
             list(self._rows(table, lambda _, value: value))
@@ -166,7 +167,9 @@ class _Survey:
 
     def _lost(self, table: Table, key: bytes, error: CorruptionError) -> None:
         self._is_all_read = False
-        self.found(f"row {key.hex()} of {table.value}", "damaged", f"{error}; {_ADVICE.get(table, 'restore a backup')}")
+        self.found(
+            f"row {key.hex()} of {table.value}", "damaged", f"{error}; {_ADVICE.get(table, 'run `agentmem repair`')}"
+        )
 
     def _look_at_blocks(self, disk: DiskTier) -> None:
         for digest, info in disk.iter_index(self._txn):
@@ -190,7 +193,7 @@ class _Survey:
             missing = [digest for digest in checkpoint.digests() if digest not in self.blocks]
             if missing:
                 text = f"{len(missing)} of its blocks are not stored, first {missing[0].hex()}"
-                self.found(_named(node), "dangling", f"{text}: their KV is computed again from tokens")
+                self.found(_named(node), "dangling", f"{text}: {_meaning_of_missing(checkpoint, missing)}")
         for node, checkpoint in self.checkpoints.items():
             self._look_at_parent(node, checkpoint)
 
@@ -207,7 +210,7 @@ class _Survey:
             num_before = parent.num_tokens
         if num_before + checkpoint.num_own_tokens != checkpoint.num_tokens:
             text = f"{num_before} tokens before it and {checkpoint.num_own_tokens} own are not {checkpoint.num_tokens}"
-            self.found(_named(node), "contradiction", text)
+            self.found(_named(node), "contradiction", f"{text}; {_ADVICE[Table.NODES]}")
 
     def _look_at_sessions(self) -> None:
         by_name = dict(self._rows(Table.SESSIONS, lambda _, value: value, rows.SESSION_NAME_PREFIX))
@@ -228,7 +231,7 @@ class _Survey:
             self.num_branches += 1
             name = f"branch {stored.record.name!r} of session {key[: rows.SESSION_ID_NBYTES].hex()}"
             if self._txn.get_view(Table.SESSIONS, rows.session_key(SessionId(key[: rows.SESSION_ID_NBYTES]))) is None:
-                self.found(name, "orphan", "its session is not stored: nothing can open it")
+                self.found(name, "orphan", "its session is not stored: `agentmem repair` makes its record again")
             if stored.record.tip is not None:
                 tip = key[: rows.SESSION_ID_NBYTES] + stored.record.tip
                 self._names[tip] += 1
@@ -242,10 +245,10 @@ class _Survey:
 
     def _look_at_tip(self, name: str, stored: rows.StoredBranch, tip: Checkpoint | None) -> None:
         if tip is None:
-            self.found(name, "dangling", "its tip is not stored: rewind it to an earlier checkpoint, or remove it")
+            self.found(name, "dangling", "its tip is not stored: drop it, or let `agentmem repair` put it back")
         elif tip.num_tokens != stored.start:
             text = f"its open tokens start at {stored.start}, its tip ends at {tip.num_tokens}"
-            self.found(name, "contradiction", text)
+            self.found(name, "contradiction", f"{text}: `agentmem repair` puts it back to its tip")
 
     def _look_at_counts(self) -> None:
         counted = dict(self._rows(Table.NREFS, rows.unpack_refs))
@@ -258,10 +261,14 @@ class _Survey:
                 continue
             self._compare(_named(node), counts.refs, self._names[node])
             if (rows.tomb_key(counts.dropped_ns, node) in tombs) != (counts.refs == 0):
-                self.found(_named(node), "count", "its row for gc does not fit its count; gc may never remove it")
+                self.found(_named(node), "count", "its row for gc does not fit its count: `agentmem repair` mends it")
         for digest, info in self.blocks.items():
             if info.is_counted:
                 self._compare(f"block {digest.hex()}", info.refs, self._block_names[digest])
+        num_blocks = read_sum(self._txn).totals.num_blocks
+        if self._is_all_read and num_blocks != len(self.blocks):
+            text = f"it says that there are {num_blocks}, there are {len(self.blocks)}: `agentmem repair` counts again"
+            self.found("the sum of blocks", "count", text)
 
     def _compare(self, record: str, counted: int, named: int) -> None:
         if counted < named:
@@ -274,17 +281,22 @@ def _read_block(disk: DiskTier, digest: BlockDigest, found: Callable[[str, str, 
     """Decode and verify one block; return its stored bytes."""
     try:
         data = disk.load_record(digest)
-        meta = record_format.read_meta(data)
-        if meta.raw_nbytes > _MAX_RAW_NBYTES:
-            raise CorruptionError(f"block {digest.hex()} claims {meta.raw_nbytes:,} bytes of KV")
-        out = [torch.empty(section.shape, dtype=getattr(torch, meta.dtype)) for section in meta.sections]
-        record_format.unpack(data, out)
+        verified(data)
     except NotFoundError:
         return 0  # gc removed it since the survey
     except AgentMemError as error:
         found(f"block {digest.hex()}", "damaged", f"{error}; its KV is computed again from tokens")
         return 0
     return len(data)
+
+
+def _meaning_of_missing(checkpoint: Checkpoint, missing: list[BlockDigest]) -> str:
+    """Say what it means that records of a checkpoint are not stored."""
+    if any(mark.payload in missing for mark in checkpoint.marks):
+        return (
+            "a model input (image, audio, text) is lost: where KV is lost too it cannot be computed; restore a backup"
+        )
+    return "their KV is computed again from tokens, and stored again"
 
 
 def _named(node: bytes) -> str:

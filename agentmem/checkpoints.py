@@ -3,14 +3,15 @@
 Knows nothing of how records are written, of locks or of the user's handles.
 """
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from agentmem.ids import CheckpointId
+from agentmem.ids import BlockDigest, CheckpointId
 from agentmem.kv.hashing import unpack_tokens
+from agentmem.reasons import Reason
 from agentmem.runtime import Runtime
 from agentmem.state import BranchState
-from agentmem.stats import Reason
 from agentmem.tiers.device import Workspace
 from agentmem.tiers.states import LayerState
 from agentmem.tree.checkpoint import Checkpoint
@@ -32,6 +33,21 @@ class BranchEntry:
     tip: CheckpointId | None
     extras: dict[str, object]
     created_s: float
+
+    @contextlib.contextmanager
+    def unchanged_on_error(self) -> Iterator[None]:
+        """Leave the branch as it is when anything is raised inside; what is computed meanwhile is kept in the store."""
+        state, tip, extras = self.state.snapshot(), self.tip, dict(self.extras)
+        num_tokens = len(self.state.tokens)
+        try:
+            yield
+        except BaseException:
+            if len(self.state.tokens) > num_tokens:
+                self.state.give_up(num_tokens)
+            self.state.put_back(state)
+            self.tip, self.extras = tip, extras
+            raise
+        self.state.note_point()
 
     @property
     def name(self) -> str:
@@ -85,8 +101,9 @@ class Checkpoints:
             if state is None:
                 continue
             if state.num_computed < entry.state.reach(checkpoint.num_tokens):
-                self._states[checkpoint.checkpoint_id] = state = entry.state.fork(state.name)
+                state = entry.state.fork(state.name)
                 state.truncate(checkpoint.num_tokens)
+                self._states[checkpoint.checkpoint_id] = state
             elif state.cursor.length < state.num_kv:
                 state.adopt_cursor(entry.state)
             else:
@@ -99,7 +116,7 @@ class Checkpoints:
         """
         entries = list(kept)
         origins = {mark.origin[0] for entry in entries for mark in entry.state.marks if mark.origin is not None}
-        for checkpoint_id in self._states.keys() - self._passed(entries):
+        for checkpoint_id in self._states.keys() - self.passed(entries):
             if checkpoint_id in origins:
                 self._states[checkpoint_id].save_tail()
                 self._states[checkpoint_id].cool()
@@ -108,7 +125,7 @@ class Checkpoints:
 
     def cool_all_but(self, hot: Iterable[BranchEntry]) -> None:
         """Let the device forget the checkpoints that only cold branches pass through, saving what is not saved yet."""
-        for checkpoint_id in self._states.keys() - self._passed(hot):
+        for checkpoint_id in self._states.keys() - self.passed(hot):
             if self._tree.get(checkpoint_id).has_kv:
                 del self._states[checkpoint_id]  # its record says how to make it again
             elif self._states[checkpoint_id].cursor.length:
@@ -119,13 +136,30 @@ class Checkpoints:
         """Let a new checkpoint stand for a state, which nobody else changes."""
         self._states[checkpoint_id] = state
 
+    def forget(self, removed: Iterable[CheckpointId]) -> None:
+        """Drop the states of checkpoints that are no more."""
+        for checkpoint_id in removed:
+            self._states.pop(checkpoint_id, None)
+
+    def held(self, entries: Iterable[BranchEntry]) -> set[BlockDigest]:
+        """Return every record that branches or states of checkpoints need, named on disk or not yet.
+
+        May be called while another thread works on the session.
+        """
+        states = [*list(self._states.values()), *(entry.state for entry in entries)]
+        found: set[BlockDigest | None] = set()
+        for state in states:
+            found.update(block.digest for block in state.saved_blocks())
+            found.update(mark.payload for mark in state.marks)
+            for each in (*state.saved_states(), state.live, state.before):
+                found.update(() if each is None or each.digests is None else each.digests)
+        return {digest for digest in found if digest is not None}
+
     def clear(self) -> None:
         """Forget all states."""
         self._states.clear()
 
-    # -- inside
-
-    def _passed(self, entries: Iterable[BranchEntry]) -> set[CheckpointId]:
+    def passed(self, entries: Iterable[BranchEntry]) -> set[CheckpointId]:
         """Return the checkpoints that the branches pass through."""
         passed: set[CheckpointId] = set()
         for entry in entries:
@@ -134,6 +168,8 @@ class Checkpoints:
                     break
                 passed.add(checkpoint.checkpoint_id)
         return passed
+
+    # -- inside
 
     def _build(self, checkpoint: Checkpoint) -> BranchState:
         """Make the state of a stored checkpoint whose parent's state is known."""

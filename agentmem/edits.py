@@ -19,8 +19,8 @@ from agentmem.kv.hashing import hash_fields
 from agentmem.ledger import Ledger
 from agentmem.marks import Mark, MarkKind, Marks, media_start
 from agentmem.operation import Operation
+from agentmem.reasons import Reason
 from agentmem.state import BranchState
-from agentmem.stats import Reason
 from agentmem.tiers.blockstore import Loaded
 from agentmem.tree.fields import copy_extras
 

@@ -13,7 +13,7 @@ from agentmem.errors import InvalidInputError, StaleCacheError
 from agentmem.kv.spec import KVSpec
 from agentmem.marks import Mark, Marks
 from agentmem.tiers.device import Workspace
-from agentmem.tiers.runs import Cursor
+from agentmem.tiers.runs import Cursor, Storage
 from agentmem.tiers.states import LayerState
 from agentmem.tree.trail import Trail
 
@@ -67,7 +67,11 @@ class FedBranch(Protocol):
         """Note that the model was fed tokens."""
         ...
 
-    def hold(self, num_tokens: int, states: Sequence[Tensor]) -> LayerState | None:
+    def claim_state(self) -> Storage | None:
+        """Count the layer states that a pass is about to leave, before they are allocated."""
+        ...
+
+    def hold(self, num_tokens: int, states: Sequence[Tensor], storage: Storage | None) -> LayerState | None:
         """Take over the layer states that a pass left, before anything of the branch changes."""
         ...
 
@@ -77,6 +81,10 @@ class FedBranch(Protocol):
 
     def unfeed(self, num_tokens: int) -> None:
         """Take the last tokens back."""
+        ...
+
+    def go_back(self) -> None:
+        """Go back to where the branch was whole last."""
         ...
 
 
@@ -95,6 +103,8 @@ class BranchFeed:
         self._num_rewinds = branch.num_rewinds
         self._tokens: list[int] = []
         self._num_new = 0
+        self._is_passing = False
+        self._room: Storage | None = None
 
     @property
     def spec(self) -> KVSpec:
@@ -126,13 +136,19 @@ class BranchFeed:
 
     def begin(self, tokens: Sequence[int]) -> Pass:
         """Announce a forward pass (see `agentmem.adapter.Feed.begin`)."""
-        self._check(tokens)
         branch, workspace = self._branch, self._branch.workspace
+        if self._is_passing:  # the last pass was interrupted, perhaps in the middle of its commit
+            branch.go_back()
+            self._num_rewinds = branch.num_rewinds
+        self._check(tokens)
+        self._is_passing = True
         branch.grow_to(self.position + len(tokens))
         num_kept = min(max(branch.num_kv - self.position, 0), len(tokens))
         self._num_new = len(tokens) - num_kept
         workspace.begin(branch.cursor, self._num_new)
         self._tokens = list(tokens)
+        self._room = None  # of a pass that was interrupted
+        self._room = branch.claim_state()
         return Pass(
             layers=workspace.layers,
             num_kept=num_kept,
@@ -146,16 +162,17 @@ class BranchFeed:
 
     def commit(self, states: Sequence[Tensor] = ()) -> None:
         """Make the announced tokens part of the branch."""
+        room, self._room = self._room, None
         if self._is_again:
-            self._is_again = False
+            self._is_again = self._is_passing = False
             self._branch.count_fed(1)
             return
         branch = self._branch
-        state = branch.hold(len(self._tokens), states)
+        state = branch.hold(len(self._tokens), states, room)
         if self._num_new:
             branch.workspace.commit(branch.cursor, self._num_new)
         branch.fed(self._tokens, state)
-        self._expected += len(self._tokens)
+        self._expected, self._is_passing = branch.num_computed, False
 
     def crop(self, num_tokens: int) -> None:
         """Take the last tokens back, as deferred stop checks and speculative loops do."""
@@ -170,7 +187,7 @@ class BranchFeed:
 
     def close(self) -> None:
         """Refuse any further use."""
-        self._is_open = False
+        self._is_open, self._room = False, None
 
     def _states(self) -> list[Tensor] | None:
         """Return copies of the layer states that the pass goes on from: the model updates them in place."""

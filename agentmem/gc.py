@@ -7,9 +7,8 @@ its own, so gc may be stopped anywhere and runs beside sessions that go on. Know
 import heapq
 import itertools
 import logging
-import os
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,8 @@ from pathlib import Path
 from agentmem import _directory
 from agentmem._lmdb import Environment, Level, ReadTransaction, Table, WriteTransaction
 from agentmem.errors import CorruptionError
-from agentmem.ids import BlockDigest, CheckpointId
+from agentmem.ids import BlockDigest, CheckpointId, SessionId
+from agentmem.leases import leased_by_others
 from agentmem.tiers.blockindex import BlockInfo
 from agentmem.tiers.disk import DiskTier
 from agentmem.tree import nodes, refs, rows, tails
@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 # Measured on LMDB 0.9: after 4 GB were freed at once, the commits that followed took up to 84 ms.
 _MAX_FREED_NBYTES = 64 << 20
 _CHECKPOINTS_PER_OPERATION = 256
+
+_FAR_AHEAD_S = float(1 << 33)
+"""Everything was dropped before this time, whatever clocks say."""
 
 KEPT_MOVES = 1000
 """Rows of its reflog that every session keeps, however old they are."""
@@ -60,6 +63,24 @@ class GcReport:
 
 
 @dataclass(frozen=True, slots=True)
+class Spared:
+    """What gc leaves alone although nobody names it.
+
+    Attributes:
+        sessions: All checkpoints of these sessions stay.
+        checkpoints: These stay too: branches in memory reach them, whose records may not be written yet.
+        blocks: Returns blocks that something in this process needs; asked when blocks are about to go.
+    """
+
+    sessions: Collection[SessionId] = ()
+    checkpoints: Collection[CheckpointId] = ()
+    blocks: Callable[[], Collection[BlockDigest]] = frozenset
+
+
+NOTHING_SPARED = Spared()
+
+
+@dataclass(frozen=True, slots=True)
 class CompactReport:
     """Size of the data file before and after.
 
@@ -79,13 +100,14 @@ def collect(
     *,
     grace_s: float,
     now_s: float,
+    spared: Spared = NOTHING_SPARED,
     dry_run: bool = False,
 ) -> GcReport:
     """Remove what nobody has named for longer than `grace_s`.
 
     A checkpoint whose only name was a removed child goes in the same run, unless a branch left it within the grace.
-    With a grace of 0 blocks go that a running session stored but has not named in a checkpoint yet; it stores them
-    again.
+    With a grace of 0 blocks go that a session of another process stored but has not named in a checkpoint yet; it
+    stores them again.
 
     Args:
         environment: The store.
@@ -93,19 +115,20 @@ def collect(
         disk: Its blocks.
         grace_s: Seconds for which what was dropped can still be brought back.
         now_s: Unix time.
+        spared: What to leave alone.
         dry_run: Change nothing; say what would be removed.
 
     Raises:
         ReadOnlyError: The store cannot be written, and this is no dry run.
     """
-    sweep = _Sweep(environment, catalog, disk, before_s=now_s - grace_s)
+    sweep = _Sweep(environment, catalog, disk, spared, before_s=now_s - grace_s)
     sweep.plan()
     if dry_run:
         return sweep.preview(now_s)
     num_stale_readers = environment.clear_stale_readers()
     checkpoints = sweep.remove_checkpoints()
     num_blocks, nbytes = sweep.remove_blocks()
-    num_rows = environment.submit(lambda txn: _delete_rows(txn, sweep.before_s), level=Level.DURABLE).result()
+    num_rows = environment.submit(lambda txn: _delete_rows(txn, sweep.before_s), level=Level.REMOVAL).result()
     report = GcReport(
         checkpoints=tuple(checkpoints),
         num_blocks=num_blocks,
@@ -119,7 +142,28 @@ def collect(
     return report
 
 
-def compact(path: Path) -> CompactReport:
+def relieve(
+    environment: Environment, catalog: Catalog, disk: DiskTier, nbytes: int, *, spared: Spared
+) -> list[CheckpointId]:
+    """Remove what nobody names, whatever its grace, until about `nbytes` are free: the disk budget is used up.
+
+    What was dropped first goes first. Returns the checkpoints that were removed. A failed write of somebody else is
+    not taken for one of its own.
+    """
+    sweep = _Sweep(environment, catalog, disk, spared, before_s=_FAR_AHEAD_S)
+    removed: list[CheckpointId] = []
+    freed = 1
+    while nbytes > 0 and freed:
+        wanted = min(nbytes, _MAX_FREED_NBYTES)
+        checkpoints, freed = environment.submit(partial(sweep.relieve, nbytes=wanted), level=Level.RELAXED).result()
+        removed += checkpoints
+        nbytes -= freed
+    if removed:
+        logger.info("the disk budget is short: removed %d dropped checkpoints before their grace", len(removed))
+    return removed
+
+
+def compact(path: Path, *, key: bytes | None = None) -> CompactReport:
     """Rewrite the store's data file without its free pages. The old file stays until the copy is whole: it needs room.
 
     Raises:
@@ -127,14 +171,13 @@ def compact(path: Path) -> CompactReport:
         StorageFullError: There is no room for the copy.
         NotFoundError: There is no store.
     """
-    with Environment.open(path) as environment, environment.excluded_readers():
-        # The file is replaced while the lock of the open store keeps every other writer out; what is open here is the
-        # old file, which nobody writes to any more.
-        environment.flush()
+    with Environment.open(path, exclusive=True, key=key) as environment:
+        # What is open here is the old file, which nobody writes to any more.
         before_nbytes = environment.nbytes
         copy = path / _COMPACT_FILE
         try:
-            _write_copy(environment, copy)
+            copy.unlink(missing_ok=True)  # a process that was killed may have left one
+            environment.copy_to(copy)
             copy.replace(path / _directory.DATA_FILE)
         finally:
             copy.unlink(missing_ok=True)
@@ -145,31 +188,46 @@ def compact(path: Path) -> CompactReport:
 class _Sweep:
     """One run of gc: what is due, and its removal."""
 
-    def __init__(self, environment: Environment, catalog: Catalog, disk: DiskTier, *, before_s: float) -> None:
+    def __init__(
+        self, environment: Environment, catalog: Catalog, disk: DiskTier, spared: Spared, *, before_s: float
+    ) -> None:
         self.before_s = before_s
         self.due: list[bytes] = []
         self.damaged: list[str] = []
         self._environment = environment
         self._catalog = catalog
         self._disk = disk
+        self._spared = spared
+        self._leased: set[SessionId] = set()
         self._until_ns = int(before_s * 1e9)
 
     def plan(self) -> None:
         """List the keys of the checkpoints that may go, children before parents."""
         with self._environment.read() as txn:
-            todo = list(refs.unnamed(txn, self._until_ns))
-            left: dict[bytes, rows.NodeRefs] = {}
-            while todo:
-                dropped_ns, node = heapq.heappop(todo)
-                parent = self._parent(txn, node)
-                if parent is None:
-                    continue
-                counts = left.get(parent) or refs.find(txn, parent)
-                if counts is None:
-                    continue
-                counts = left[parent] = rows.NodeRefs(counts.refs - 1, max(counts.dropped_ns, dropped_ns))
-                if counts.refs == 0 and counts.dropped_ns <= self._until_ns:
-                    heapq.heappush(todo, (counts.dropped_ns, parent))
+            self._plan(txn)
+
+    def _plan(self, txn: ReadTransaction) -> None:
+        self.due = []
+        self._leased = leased_by_others(txn, self._environment)
+        todo = [each for each in refs.unnamed(txn, self._until_ns) if not self._is_spared(each[1])]
+        left: dict[bytes, rows.NodeRefs] = {}
+        while todo:
+            dropped_ns, node = heapq.heappop(todo)
+            parent = self._parent(txn, node)
+            if parent is None:
+                continue
+            counts = left.get(parent) or refs.find(txn, parent)
+            if counts is None:
+                continue
+            counts = left[parent] = rows.NodeRefs(counts.refs - 1, max(counts.dropped_ns, dropped_ns))
+            if counts.refs == 0 and counts.dropped_ns <= self._until_ns and not self._is_spared(parent):
+                heapq.heappush(todo, (counts.dropped_ns, parent))
+
+    def _is_spared(self, node: bytes) -> bool:
+        """Say whether somebody has the checkpoint in memory: a session of another handle, or one that is busy here."""
+        session_id = SessionId(node[: rows.SESSION_ID_NBYTES])
+        is_reached = CheckpointId(node[rows.SESSION_ID_NBYTES :]) in self._spared.checkpoints
+        return is_reached or session_id in self._leased or session_id in self._spared.sessions
 
     def _parent(self, txn: ReadTransaction, node: bytes) -> bytes | None:
         """Add a checkpoint to what is due; return its parent's key."""
@@ -193,7 +251,7 @@ class _Sweep:
         while todo:
             batch = todo.popleft()
             try:
-                removed += self._environment.submit(partial(self._remove, batch=batch)).result()
+                removed += self._environment.submit(partial(self._remove, batch=batch), level=Level.REMOVAL).result()
             except CorruptionError as error:
                 # One damaged checkpoint must not keep the others: try halves, down to the one.
                 middle = len(batch) // 2
@@ -205,10 +263,13 @@ class _Sweep:
 
     def _remove(self, txn: WriteTransaction, batch: list[bytes]) -> list[CheckpointId]:
         removed = []
+        self._leased = leased_by_others(txn, self._environment)
         for node in batch:
             counts = refs.find(txn, node)
             checkpoint = nodes.find(txn, node)
-            # A session may have named it again since the plan was made, and even dropped it again.
+            if self._is_spared(node):
+                continue  # opened by another handle since the plan was made
+            # A session may have named it again since then, and even dropped it again.
             if counts is None or checkpoint is None or counts.refs or counts.dropped_ns > self._until_ns:
                 continue
             self._disk.release(txn, checkpoint.digests())
@@ -221,23 +282,46 @@ class _Sweep:
         total_blocks, total_nbytes, num_blocks = 0, 0, 1
         while num_blocks:
             num_blocks, nbytes = self._environment.submit(
-                lambda txn: self._disk.remove_unreferenced(txn, self.before_s, _MAX_FREED_NBYTES)
+                partial(self._free, max_nbytes=_MAX_FREED_NBYTES), level=Level.REMOVAL
             ).result()
             total_blocks += num_blocks
             total_nbytes += nbytes
         return total_blocks, total_nbytes
 
+    def relieve(self, txn: WriteTransaction, nbytes: int) -> tuple[list[CheckpointId], int]:
+        """Remove dropped checkpoints with their blocks, and then other unnamed blocks, until `nbytes` are free."""
+        self._plan(txn)
+        removed: list[CheckpointId] = []
+        freed, held = 0, self._held(txn)
+        for node in self.due:
+            checkpoint = nodes.find(txn, node) if freed < nbytes else None
+            if checkpoint is not None and self._remove(txn, [node]):
+                removed.append(checkpoint.checkpoint_id)
+                digests = checkpoint.digests()
+                freed += self._disk.remove_unreferenced(txn, self.before_s, nbytes, among=digests, held=held)[1]
+        if freed < nbytes:
+            freed += self._disk.remove_unreferenced(txn, self.before_s, nbytes - freed, held=held)[1]
+        return removed, freed
+
+    def _free(self, txn: WriteTransaction, max_nbytes: int) -> tuple[int, int]:
+        return self._disk.remove_unreferenced(txn, self.before_s, max_nbytes, held=self._held(txn))
+
+    def _held(self, txn: ReadTransaction) -> set[BlockDigest]:
+        """Return blocks that stay although no checkpoint names them."""
+        return {*self._spared.blocks(), *self._catalog.open_payloads(txn)}
+
     def preview(self, now_s: float) -> GcReport:
         """Say what a run would remove."""
         with self._environment.read() as txn:
             released: Counter[BlockDigest] = Counter()
+            held = self._held(txn)
             for node in self.due:
                 checkpoint = nodes.find(txn, node)
                 released.update(checkpoint.digests() if checkpoint is not None else ())
             sizes = [
                 info.stored_nbytes
                 for digest, info in self._disk.iter_index(txn)
-                if isinstance(info, BlockInfo) and self._would_go(info, released[digest], now_s)
+                if isinstance(info, BlockInfo) and self._would_go(info, released[digest], now_s) and digest not in held
             ]
             return GcReport(
                 checkpoints=tuple(CheckpointId(node[rows.SESSION_ID_NBYTES :]) for node in self.due),
@@ -275,14 +359,3 @@ def _delete_rows(txn: WriteTransaction, before_s: float) -> int:
     for table, key in surplus:
         txn.delete(table, key)
     return len(surplus)
-
-
-def _write_copy(environment: Environment, copy: Path) -> None:
-    """Write a compacted copy of the data file to a new file of this user alone, and put it on disk."""
-    copy.unlink(missing_ok=True)
-    fd = os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        environment.copy_to(fd)
-        os.fsync(fd)
-    finally:
-        os.close(fd)

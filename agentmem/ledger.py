@@ -3,29 +3,33 @@
 Joins the tree in memory and the catalog on disk. Knows nothing of locks or of the user's handles.
 """
 
+import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Sequence
 
 from agentmem._lmdb import Environment, Level, WriteTransaction
 from agentmem.checkpoints import BranchEntry, Checkpoints
-from agentmem.errors import NotFoundError
+from agentmem.errors import AgentMemError, CorruptionError, InvalidInputError, NotFoundError
 from agentmem.explain.live import LiveLibrary
 from agentmem.ids import CheckpointId, new_checkpoint_id
 from agentmem.kv.hashing import pack_tokens
+from agentmem.leases import Lease
 from agentmem.marks import marks_between
+from agentmem.naming import Naming
 from agentmem.runtime import Runtime
 from agentmem.state import BranchState
-from agentmem.tiers.blockstore import SealedBlock
 from agentmem.tiers.device import Workspace
 from agentmem.tree.catalog import Catalog
-from agentmem.tree.checkpoint import BlockRef, BranchRecord, Checkpoint, Move, SessionRecord, StateRef
+from agentmem.tree.checkpoint import BranchRecord, Checkpoint, Move, SessionRecord
 from agentmem.tree.fields import copy_extras
 from agentmem.tree.tree import SessionTree
 
 logger = logging.getLogger(__name__)
+
+_NUM_TRIES = 3
+"""How often a checkpoint is written whose blocks others remove meanwhile."""
 
 
 class Ledger:
@@ -34,18 +38,29 @@ class Ledger:
     Attributes:
         record: The session.
         tree: Its checkpoints.
+        lease: The right to write them.
         workspace: The session's buffer on the device.
         states: What the checkpoints stand for.
+        damaged: The branches whose tokens cannot be had: by name, why not.
     """
 
     def __init__(
-        self, runtime: Runtime, environment: Environment, catalog: Catalog, record: SessionRecord, tree: SessionTree
+        self,
+        runtime: Runtime,
+        environment: Environment,
+        catalog: Catalog,
+        record: SessionRecord,
+        tree: SessionTree,
+        lease: Lease,
     ) -> None:
-        """Keep the records of the session `record`, whose stored checkpoints are in `tree`."""
+        """Keep the records of the session `record`, whose stored checkpoints are in `tree`; nothing without `lease`."""
         self.record = record
         self.tree = tree
+        self.lease = lease
         self.workspace = Workspace(runtime.device)
         self.states = Checkpoints(runtime, self.workspace, tree)
+        self.damaged: dict[str, str] = {}
+        self._naming = Naming(runtime, self.states, tree)
         self._runtime = runtime
         self._environment = environment
         self._catalog = catalog
@@ -72,8 +87,11 @@ class Ledger:
             entries=entries,
         )
 
-    def close(self) -> None:
-        """Give the device back, and what is held in memory of the session."""
+    def close(self, entries: Iterable[BranchEntry]) -> None:
+        """Give the device back, and what is held in memory of the session and of its branches `entries`."""
+        for entry in entries:
+            entry.state.cool()
+            entry.state.live = None  # one that was not saved would stay on the device with the user's handles
         self.states.clear()
         self.workspace.clear()
         self._catalog.forget(self.record.session_id)
@@ -83,12 +101,24 @@ class Ledger:
     def write_session(self) -> None:
         """Queue the session's record."""
         record = self.record = dataclasses.replace(self.record, updated_s=time.time())
-        self._environment.submit(lambda txn: self._catalog.put_session(txn, record), level=Level.QUEUED)
+        self._queue(lambda txn: self._catalog.put_session(txn, record))
 
     @property
     def is_current(self) -> bool:
         """Whether what was made of the records is KV of the model as it is now."""
         return self.record.fingerprint == self._runtime.identity.fingerprint
+
+    def require_same_model(self) -> None:
+        """Raise when the model changed in the middle of an operation, where it is too late to follow.
+
+        Raises:
+            InvalidInputError: It did.
+        """
+        if self._runtime.adapter.look() != self.record.fingerprint:
+            raise InvalidInputError(
+                f"the model's adapters or weights changed while session {self.record.name!r} was in use (`with ... "
+                f"cache()`): leave that block first, then change the model"
+            )
 
     def follow_model(self) -> None:
         """Note, and queue, that the session belongs to the model as it is now."""
@@ -100,25 +130,44 @@ class Ledger:
         self.record = dataclasses.replace(self.record, active_branch=name)
         self.write_session()
 
-    def write_branch(self, entry: BranchEntry, move: Move | None = None) -> Future[None]:
+    def write_branch(self, entry: BranchEntry, move: Move | None = None) -> None:
         """Queue a branch's record. Costs microseconds: the writer serialises a snapshot."""
-        return self._catalog.submit_branch(
-            self.record.session_id,
-            self.branch_record(entry),
-            entry.state.tokens.fork(),
-            self.tip_length(entry),
-            move=move,
-        )
+        record, tokens, start = self.branch_record(entry), entry.state.tokens.fork(), self.tip_length(entry)
+
+        def operation(txn: WriteTransaction) -> None:
+            self._catalog.put_branch(txn, self.record.session_id, record, tokens, start)
+            if move is not None:
+                self._catalog.record_move(txn, self.record.session_id, move)
+
+        self._queue(operation)
 
     def remove_branch(self, entry: BranchEntry) -> None:
         """Queue the removal of a branch's record."""
         move = self.move(entry, "drop", entry.tip, None)
 
         def operation(txn: WriteTransaction) -> None:
-            self._catalog.remove_branch(txn, self.record.session_id, entry.name)
+            with contextlib.suppress(NotFoundError):  # a fork that was interrupted before its record was queued
+                self._catalog.remove_branch(txn, self.record.session_id, entry.name)
             self._catalog.record_move(txn, self.record.session_id, move)
 
-        self._environment.submit(operation, level=Level.QUEUED)
+        self._queue(operation)
+
+    def drop_damaged(self, name: str) -> bool:
+        """Queue the removal of a damaged branch; False when it is none. What it named stays until `agentmem repair`."""
+        if self.damaged.pop(name, None) is None:
+            return False
+        session_id = self.record.session_id
+        self._queue(lambda txn: self._catalog.remove_branch(txn, session_id, name))
+        return True
+
+    def no_branch(self, name: str, names: Sequence[str]) -> AgentMemError:
+        """Return the error for a branch that the session does not have, or whose tokens cannot be had."""
+        if name not in self.damaged:
+            return NotFoundError(f"session {self.record.name!r} has no branch {name!r}; it has {', '.join(names)}")
+        return CorruptionError(
+            f"branch {name!r} of session {self.record.name!r} cannot be opened: {self.damaged[name]}. Resume another "
+            f"branch ({', '.join(names) or 'none is left'}), fork an earlier checkpoint, or run `agentmem repair`"
+        )
 
     def mark(self, entry: BranchEntry) -> Checkpoint:
         """Make an automatic checkpoint of the branch's tokens, in microseconds: its KV is attached later."""
@@ -137,7 +186,7 @@ class Ledger:
             has_kv=False,
             created_s=time.time(),
         )
-        self._environment.submit(lambda txn: self._put(txn, checkpoint), level=Level.QUEUED)
+        self._queue(lambda txn: self._put(txn, checkpoint))
         self._enter(checkpoint, entry)
         return checkpoint
 
@@ -152,39 +201,27 @@ class Ledger:
             StorageFullError: The disk has no room; the branch is unchanged, and may be committed later.
             ReadOnlyError: The store cannot be written any more.
         """
-        state = entry.state
-        saved: list[SealedBlock] = []
-        records = self._attach_ancestors(entry.tip, saved)
         fresh = Checkpoint(
             checkpoint_id=new_checkpoint_id(),
             session_id=self.record.session_id,
             parent_id=entry.tip,
-            num_tokens=len(state.tokens),
-            tokens=pack_tokens(state.tokens.slice(self.tip_length(entry))),
-            marks=marks_between(state.marks, self.tip_length(entry), len(state.tokens)),
+            num_tokens=len(entry.state.tokens),
+            tokens=pack_tokens(entry.state.tokens.slice(self.tip_length(entry))),
+            marks=marks_between(entry.state.marks, self.tip_length(entry), len(entry.state.tokens)),
             fingerprint=self._runtime.identity.fingerprint,
             message=message,
             extras=extras,
             is_auto=is_auto,
             created_s=time.time(),
         )
-        parent = records[-1] if records else None if entry.tip is None else self.tree.get(entry.tip)
-        checkpoint = self._attached(fresh, parent, state, saved)
-        self._write_durably([*records, checkpoint], saved, entry)
-        for record in records:
-            self.tree.add(record)
+        checkpoint = self._write_with_kv(entry, fresh)[-1]
         self._enter(checkpoint, entry)
-        state.cool_points()
+        entry.state.cool_points()
         return checkpoint
 
     def attach_kv(self, entry: BranchEntry) -> None:
         """Give the checkpoints up to the branch's tip that have no KV yet theirs, durably."""
-        saved: list[SealedBlock] = []
-        records = self._attach_ancestors(entry.tip, saved)
-        if records:
-            self._write_durably(records, saved, None)
-        for record in records:
-            self.tree.add(record)
+        self._write_with_kv(entry, None)
 
     def move(self, entry: BranchEntry, operation: str, old: CheckpointId | None, new: CheckpointId | None) -> Move:
         """Return a row for the reflog."""
@@ -196,69 +233,34 @@ class Ledger:
 
     # -- inside
 
-    def _without_kv(self, tip: CheckpointId | None) -> list[Checkpoint]:
-        """Return the checkpoints from `tip` up that have no KV yet and could get it, oldest first."""
-        found: list[Checkpoint] = []
-        for checkpoint in self.tree.lineage(tip) if tip is not None else ():
-            if checkpoint.has_kv or checkpoint.fingerprint != self._runtime.identity.fingerprint:
+    def _write_with_kv(self, entry: BranchEntry, fresh: Checkpoint | None) -> list[Checkpoint]:
+        """Write `fresh`, the branch's next tip, and the checkpoints up to it that lack KV, with theirs; return them.
+
+        Blocks that gc of another process took meanwhile are saved again, or left out.
+        """
+        num_left = _NUM_TRIES
+        while True:
+            num_left -= 1
+            named = self._naming.name(entry, fresh)
+            try:
+                if named.records:
+                    self._write_durably(named.records, None if fresh is None else entry)
                 break
-            found.append(checkpoint)
-        return found[::-1]
+            except NotFoundError:
+                self._naming.raise_failures(named, entry)
+                if not num_left:
+                    raise
+                self._naming.resave(entry)
+        for record in named.records if fresh is None else named.records[:-1]:
+            self.tree.add(record)
+        return named.records
 
-    def _attach_ancestors(self, tip: CheckpointId | None, saved: list[SealedBlock]) -> list[Checkpoint]:
-        """Return new records for the checkpoints up to `tip` that have no KV yet, oldest first."""
-        records: list[Checkpoint] = []
-        for checkpoint in self._without_kv(tip):
-            parent = records[-1] if records else None
-            if parent is None and checkpoint.parent_id is not None:
-                parent = self.tree.get(checkpoint.parent_id)
-            records.append(self._attached(checkpoint, parent, self.states.state_of(checkpoint.checkpoint_id), saved))
-        return records
-
-    def _attached(
-        self, checkpoint: Checkpoint, parent: Checkpoint | None, state: BranchState, saved: list[SealedBlock]
-    ) -> Checkpoint:
-        """Return the record with the names of its KV, as far as there is any; add its blocks to `saved`."""
-        state.save()
-        tail = state.save_tail()
-        first = (
-            0
-            if parent is None
-            else min(
-                state.blocks.common_prefix(self.states.state_of(parent.checkpoint_id).blocks),
-                self._num_recorded_blocks(parent),
-            )
-        )
-        own = state.blocks.slice(first)
-        saved.extend([*own, *([] if tail is None else [tail])])
-        num_saved = state.num_kv if tail is not None else len(state.blocks) * state.spec.block_size
-        ours = parent if parent is not None and parent.fingerprint == checkpoint.fingerprint else None
-        states = [each for each in state.saved_states() if is_own_state(each.position, ours)]
-        for each in states:
-            self._runtime.states.save(each)
-        return dataclasses.replace(
-            checkpoint,
-            first_block=first,
-            blocks=tuple(_ref(block) for block in own),
-            tail=None if tail is None else _ref(tail),
-            states=tuple(StateRef(each.position, each.digests) for each in states if each.digests is not None),
-            regime=state.regime,
-            num_pending=checkpoint.num_tokens - num_saved,
-            has_kv=True,
-        )
-
-    def _num_recorded_blocks(self, checkpoint: Checkpoint) -> int:
-        """Return how many leading blocks the checkpoint's record names, through its ancestors, for this model."""
-        is_ours = checkpoint.has_kv and checkpoint.fingerprint == self._runtime.identity.fingerprint
-        return checkpoint.first_block + len(checkpoint.blocks) if is_ours else 0
-
-    def _write_durably(
-        self, checkpoints: list[Checkpoint], saved: list[SealedBlock], entry: BranchEntry | None
-    ) -> None:
+    def _write_durably(self, checkpoints: list[Checkpoint], entry: BranchEntry | None) -> None:
         """Write checkpoints, and the branch that the last one is the new tip of, all or none."""
         session_id = self.record.session_id
 
         def operation(txn: WriteTransaction) -> None:
+            self.lease.require(txn)
             for checkpoint in checkpoints:
                 self._put(txn, checkpoint)
             if entry is not None:
@@ -267,13 +269,16 @@ class Ledger:
                 self._catalog.put_branch(txn, session_id, record, entry.state.tokens, tip.num_tokens)
                 self._catalog.record_move(txn, session_id, self.move(entry, "checkpoint", entry.tip, tip.checkpoint_id))
 
-        try:
-            self._environment.submit(operation, level=Level.DURABLE).result()
-        except NotFoundError:
-            self._runtime.blocks.raise_failures(saved)  # why a block did not reach the disk
-            for state in entry.state.points if entry is not None else ():
-                self._runtime.states.raise_failure(state)
-            raise
+        self._environment.submit(operation, level=Level.DURABLE).result()
+
+    def _queue(self, operation: Callable[[WriteTransaction], None]) -> None:
+        """Queue an operation, of which nothing happens once the lease was lost: the session's next verb says so."""
+
+        def fenced(txn: WriteTransaction) -> None:
+            if self.lease.is_held(txn):
+                operation(txn)
+
+        self._environment.submit(fenced, level=Level.QUEUED)
 
     def _put(self, txn: WriteTransaction, checkpoint: Checkpoint) -> None:
         disk = self._runtime.blocks.disk
@@ -299,14 +304,3 @@ class Ledger:
             created_s=entry.created_s,
             updated_s=time.time(),
         )
-
-
-def is_own_state(position: int, parent: Checkpoint | None) -> bool:
-    """Say whether a layer state at `position` belongs to a child of `parent` rather than to it or its ancestors."""
-    return parent is None or position > parent.num_tokens - parent.num_pending
-
-
-def _ref(block: SealedBlock) -> BlockRef:
-    if block.digest is None:
-        raise RuntimeError(f"block [{block.start}, {block.stop}) was not saved before its checkpoint")
-    return BlockRef(block.block_hash, block.digest)

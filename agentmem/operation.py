@@ -1,10 +1,12 @@
 """Collects what one operation on a branch reused, computed and moved, and leaves the report on the branch."""
 
 import time
+from types import TracebackType
 from typing import Protocol
 
 from agentmem.marks import Marks, num_spliced
-from agentmem.stats import Reason, ReuseReport
+from agentmem.reasons import Reason
+from agentmem.stats import ReuseReport
 from agentmem.tiers.blockstore import Loaded
 from agentmem.tree.trail import Trail
 
@@ -20,6 +22,22 @@ class Reported(Protocol):
     lost_stop: int
     last_report: ReuseReport
 
+    def begin_operation(self) -> bool:
+        """Begin to note points to go back to; return whether an operation was running already."""
+        ...
+
+    def go_back(self) -> None:
+        """Go back to where the branch was whole last."""
+        ...
+
+    def end_operation(self, *, is_inner: bool) -> None:
+        """Stop noting points, unless the operation was a part of another."""
+        ...
+
+    def give_up(self, num_tokens: int) -> None:
+        """Take off all but the first `num_tokens` tokens; what was computed of the others is kept in the store."""
+        ...
+
     @property
     def num_pending(self) -> int:
         """Tokens that the model was not fed yet."""
@@ -27,23 +45,47 @@ class Reported(Protocol):
 
 
 class Operation:
-    """Collects what one operation did and leaves the report on the branch, also when it fails."""
+    """Collects what one operation did and leaves the report on the branch, also when it fails.
 
-    def __init__(self, branch: Reported, operation: str) -> None:
+    When it fails, the branch goes back to where it was whole last: to the end of the last pass, or of the load.
+    """
+
+    def __init__(self, branch: Reported, operation: str, *, is_undone: bool = False) -> None:
+        """Watch one operation; with `is_undone`, tokens that it added are taken off again when it fails."""
         self._branch = branch
         self._operation = operation
+        self._is_undone = is_undone
         self._loads: list[Loaded] = []
 
     def __enter__(self) -> "Operation":
         self._started = time.perf_counter()
         self._num_fed = self._branch.num_fed
+        self._num_tokens = len(self._branch.tokens)
+        self._is_inner = self._branch.begin_operation()
         return self
+
+    def forget_loads(self) -> None:
+        """Begin again: what was loaded so far was of no use."""
+        self._loads.clear()
 
     def note_load(self, loaded: Loaded) -> None:
         """Add what a load brought."""
         self._loads.append(loaded)
 
-    def __exit__(self, *_error: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        branch = self._branch
+        if kind is not None:
+            branch.go_back()
+            if self._is_undone:
+                branch.give_up(self._num_tokens)
+        try:
+            self._report()
+        finally:
+            branch.end_operation(is_inner=self._is_inner)
+
+    def _report(self) -> None:
         branch = self._branch
         from_tier: dict[str, int] = {}
         for loaded in self._loads:

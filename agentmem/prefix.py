@@ -14,16 +14,21 @@ from agentmem.ids import BlockHash
 from agentmem.kv.hashing import chain_hash, root_state_hash, state_hash
 from agentmem.kv.spec import KVSpec
 from agentmem.marks import Mark, MarkKind, Marks, media_start, pack_marks, truncate_marks, without_splices
+from agentmem.reasons import Reason
+from agentmem.revertible import Revertible
 from agentmem.runtime import Runtime
-from agentmem.stats import Reason, ReuseReport
+from agentmem.stats import ReuseReport
 from agentmem.tiers.blockstore import SealedBlock
 from agentmem.tiers.device import Workspace
-from agentmem.tiers.runs import Cursor
+from agentmem.tiers.runs import Cursor, Storage
 from agentmem.tiers.states import LayerState
 from agentmem.tree.trail import Trail
 
+_OF_KV = ("blocks", "tail", "num_kv", "num_computed", "points", "live", "before", "root", "regime", "cursor")
+"""The fields that say what there is of the KV."""
 
-class Prefix:
+
+class Prefix(Revertible):
     """Tokens of a branch, and what there is of their KV.
 
     The model can go on after the first `num_computed` tokens. KV may reach further, up to `num_kv`: a layer state is
@@ -55,6 +60,7 @@ class Prefix:
 
     def __init__(self, runtime: Runtime, workspace: Workspace, name: str) -> None:
         """Start without tokens."""
+        super().__init__()
         self.name = name
         self.tokens: Trail[int] = Trail(array("I"))
         self.marks: Marks = ()
@@ -81,9 +87,8 @@ class Prefix:
     def fork(self, name: str) -> Self:
         """Return an independent prefix of the same tokens and KV. Copies neither."""
         other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__)  # all but the few below is immutable, or shared on purpose
+        other.__dict__.update(self.snapshot())
         other.name = name
-        other.tokens, other.blocks, other.cursor = self.tokens.fork(), self.blocks.fork(), self.cursor.fork()
         other.num_fed = other.num_rewinds = 0
         other.last_report = ReuseReport(operation="fork", num_tokens=len(self.tokens))
         return other
@@ -139,7 +144,15 @@ class Prefix:
         if len(self.tokens) - last >= self.spec.block_size:
             self.add_border(len(self.tokens))
 
-    def hold(self, num_tokens: int, states: Sequence[Tensor]) -> LayerState | None:
+    def claim_state(self) -> Storage | None:
+        """Count the layer states that a pass is about to leave, before they are allocated; None without any.
+
+        Raises:
+            CapacityError: They do not fit the device budget.
+        """
+        return self._runtime.states.claim()
+
+    def hold(self, num_tokens: int, states: Sequence[Tensor], storage: Storage | None = None) -> LayerState | None:
         """Take over the layer states that a pass over `num_tokens` tokens left; None for a model without.
 
         Changes nothing of the branch, so that a pass whose states find no room can still be called off.
@@ -147,7 +160,9 @@ class Prefix:
         Raises:
             CapacityError: They do not fit the device budget.
         """
-        return self._runtime.states.hold(self.num_computed + num_tokens, states) if self.spec.states else None
+        if not self.spec.states:
+            return None
+        return self._runtime.states.hold(self.num_computed + num_tokens, states, storage)
 
     def fed(self, tokens: Sequence[int], state: LayerState | None) -> None:
         """Note that the model was fed `tokens`, that their KV is at the cursor's end, and what `state` it left."""
@@ -163,6 +178,7 @@ class Prefix:
                 self.keep_state()
             self.borders = tuple(position for position in self.borders if position > self.num_computed)
         self.count_fed(len(tokens))
+        self.note_point()
 
     def take_moved(self, tokens: Sequence[int], marks: Marks) -> None:
         """Note that KV of `tokens` was moved to the cursor's end from elsewhere; nothing is pending before them."""
@@ -170,6 +186,7 @@ class Prefix:
         self.num_kv = self.num_computed = len(self.tokens)
         self.tail = None
         self.seal()
+        self.note_point()
 
     def count_fed(self, num_tokens: int) -> None:
         """Note that the model was fed tokens through this branch."""
@@ -245,10 +262,12 @@ class Prefix:
             self._cut_blocks(num_tokens)
         if num_tokens < self.num_computed:
             self._step_to(num_tokens)
+        self.note_point()
 
     def step_back(self, position: int) -> None:
         """Let the model go on after `position` tokens at most, from the nearest layer state; KV is kept."""
         self._step_to(position)
+        self.note_point()
 
     def reach(self, position: int) -> int:
         """Return how many tokens, up to `position`, a fork cut there would have computed."""
@@ -279,6 +298,7 @@ class Prefix:
         """Let the device forget the branch's KV; `blocks`, `tail` and `points` say how to get it back."""
         self.cursor = Cursor(None, 0)
         self.before = None
+        self.note_point()
         states = (*self.points, *([self.live] if self.live is not None else []))
         for state in (*states, *([self.root] if self.root is not None else [])):
             self._runtime.states.cool(state)
@@ -308,10 +328,8 @@ class Prefix:
     # -- inside
 
     def _take_kv(self, other: "Prefix") -> None:
-        self.blocks, self.tail = other.blocks.fork(), other.tail
-        self.num_kv, self.num_computed = other.num_kv, other.num_computed
-        self.points, self.live, self.before, self.root = other.points, other.live, other.before, other.root
-        self.regime, self.cursor = other.regime, other.cursor.fork()
+        taken = other.snapshot()
+        self.__dict__.update({name: taken[name] for name in _OF_KV})
 
     def _cut_blocks(self, num_tokens: int) -> None:
         num_blocks = num_tokens // self.spec.block_size

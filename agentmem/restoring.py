@@ -3,13 +3,16 @@
 Nothing here runs the model: what cannot be had becomes pending, and the reason is noted.
 """
 
+from collections.abc import Collection, Sequence
+
 from agentmem.errors import CorruptionError, NotFoundError, ReadOnlyError, SpecMismatchError, StorageFullError
-from agentmem.ids import BlockHash
+from agentmem.ids import BlockDigest, BlockHash
 from agentmem.marks import MarkKind, media_start, without_splices
 from agentmem.prefix import Prefix
-from agentmem.stats import Reason
+from agentmem.reasons import Reason
 from agentmem.tiers.blockstore import Loaded, SealedBlock, Want
 from agentmem.tiers.states import LayerState
+from agentmem.tree.checkpoint import Checkpoint
 
 _GONE = (NotFoundError, StorageFullError, ReadOnlyError)
 _DAMAGED = (CorruptionError, SpecMismatchError)
@@ -39,6 +42,7 @@ class Restoring(Prefix):
         moved = self._workspace.select(self.cursor) if is_next else 0
         loaded.nbytes += moved * self.spec.token_nbytes
         _limit(loaded, self.num_computed)
+        self.note_point()
         return loaded
 
     def save_tail(self) -> SealedBlock | None:
@@ -59,9 +63,22 @@ class Restoring(Prefix):
         for state in self.saved_states():
             self._runtime.states.save(state)
 
+    def give_up(self, num_tokens: int) -> None:
+        """Take off all but the first `num_tokens` tokens; whole blocks that were computed of the others are kept."""
+        self._runtime.blocks.keep(self.blocks.slice(num_tokens // self.spec.block_size))
+        self.truncate(num_tokens)
+
     def save_blocks(self) -> None:
         """Hand the full blocks to the disk's writer; afterwards each has its digest."""
         self._runtime.blocks.save(self.blocks.slice())
+
+    def has_other_states(self, tips: Sequence[Checkpoint], named: Collection[BlockDigest]) -> bool:
+        """Say whether a layer state was computed again since the branch's tip named one at its place."""
+        places = {ref.position for tip in tips for ref in tip.states}
+        again = [state for state in self.saved_states() if state.position in places]
+        for state in again:
+            self._runtime.states.save(state)
+        return any(digest not in named for state in again for digest in state.digests or ())
 
     def saved_blocks(self) -> list[SealedBlock]:
         """Return every block of the branch, tail included, as far as there are any."""
@@ -91,6 +108,7 @@ class Restoring(Prefix):
         self.num_computed = max(start, self._restart(self.num_kv))
         _limit(loaded, self.num_computed - start)
         self._runtime.counters.add("tokens_reused", self.num_computed - start)
+        self.note_point()
         return loaded
 
     # -- inside
@@ -109,16 +127,18 @@ class Restoring(Prefix):
             self.num_computed = self._restart(lost - 1)
             self.loss, self.lost_stop = reason, max(self.lost_stop, lost)
             loaded.reason = reason
-            self._runtime.counters.add(f"tokens_lost_{reason.value}", lost - self.num_computed)
+            self._runtime.counters.add("tokens_lost", lost - self.num_computed, reason=reason)
 
     def _restore_root(self) -> None:
         """Bring KV of the encoder's output onto the device, this branch's or another's of the same inputs."""
-        if self.root is None and any(mark.kind is MarkKind.ENCODER for mark in self.marks):
-            self.root = self._runtime.states.find(self.root_name(), 0, num_parts=1)
         reason = Reason.COMPLETE if self.root is None else self._fetch(self.root)
+        is_wanted = self.root is None or reason is not Reason.COMPLETE
+        if is_wanted and any(mark.kind is MarkKind.ENCODER for mark in self.marks):
+            self.root = self._runtime.states.find(self.root_name(), 0, num_parts=1)
+            reason = reason if self.root is None else self._fetch(self.root)
         if reason is not Reason.COMPLETE:
             self.root = None  # the encoder runs again: no token is fed for it, so a counter says so
-            self._runtime.counters.add(f"encodings_lost_{reason.value}")
+            self._runtime.counters.add("encodings_lost", reason=reason)
 
     def _fetch(self, state: LayerState) -> Reason:
         """Bring a layer state onto the device; say why it cannot be had."""
@@ -144,10 +164,18 @@ class Restoring(Prefix):
         """Load blocks right after the cursor and move it over what is good."""
         first = self._workspace.begin(self.cursor, num_tokens)
         wants = [
-            Want(block=block, out=self._workspace.slots(start, stop), num_tokens=stop - start, skip=start - block.start)
+            Want(
+                block=block,
+                out=self._workspace.slots(start, stop),
+                num_tokens=stop - start,
+                skip=start - block.start,
+                order=self._workspace.order,
+            )
             for block, start, stop in wanted
         ]
+        self._workspace.order.note()
         loaded = self._runtime.blocks.load(wants)
+        self._workspace.order.follow()
         if len(loaded.blocks) == len(wanted) and (not wanted or wanted[-1][2] < first + num_tokens):
             loaded.reason = Reason.MISSING
         if loaded.blocks:
@@ -178,8 +206,11 @@ class Restoring(Prefix):
         self.tail = None
         self.num_computed = self._restart(min(self.num_computed, self.num_kv))
         self.points = tuple(point for point in self.points if point.position <= self.num_computed)
+        # Not even a sound layer state may be gone on from when the KV of its tokens is lost.
+        self.live = self.live if self.live is not None and self.live.position <= self.num_computed else None
+        self.before = self.before if self.before is not None and self.before.position <= self.num_computed else None
         self.marks = without_splices(self.marks, self.num_kv)
-        self._runtime.counters.add(f"tokens_lost_{reason.value}", lost)
+        self._runtime.counters.add("tokens_lost", lost, reason=reason)
 
     def _take_reused(self, loaded: Loaded, start: int, stop: int) -> None:
         """Make the blocks that were loaded part of the branch."""

@@ -5,11 +5,14 @@ Knows nothing of sessions.
 
 from dataclasses import dataclass
 
+from agentmem._lmdb import Environment
 from agentmem.adapter import Adapter
 from agentmem.config import Config
 from agentmem.stats import Counters
 from agentmem.tiers.blockstore import BlockStore
 from agentmem.tiers.device import DeviceTier
+from agentmem.tiers.disk import DiskTier
+from agentmem.tiers.host import HostTier
 from agentmem.tiers.identity import Identity
 from agentmem.tiers.media import MediaStore
 from agentmem.tiers.states import StateStore
@@ -38,3 +41,41 @@ class Runtime:
     identity: Identity
     states: StateStore
     media: MediaStore
+
+
+def make_runtime(environment: Environment, adapter: Adapter, config: Config) -> Runtime:
+    """Join a model and the tiers of a store."""
+    counters = Counters()
+    identity = Identity(adapter.look(), config.salt)
+    device = DeviceTier(adapter.spec, adapter.device, config.device_budget_nbytes)
+    host = HostTier(config.host_budget_nbytes, is_pinned=adapter.device.type == "cuda")
+    device.bounce = host.lend
+    disk = DiskTier(environment)
+    blocks = BlockStore(
+        spec=adapter.spec,
+        identity=identity,
+        host=host,
+        disk=disk,
+        codec=config.codec,
+        num_threads=config.num_threads,
+        is_saving=config.save_in_background,
+        counters=counters,
+    )
+    return Runtime(
+        adapter=adapter,
+        blocks=blocks,
+        device=device,
+        counters=counters,
+        config=config,
+        identity=identity,
+        states=StateStore(
+            spec=adapter.spec,
+            identity=identity,
+            device=device,
+            host=host,
+            disk=disk,
+            codec=config.codec,
+            counters=counters,
+        ),
+        media=MediaStore(identity, host, disk),
+    )

@@ -3,26 +3,40 @@
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import TypeVar
 
 from agentmem.adapter import Adapter
 from agentmem.batch.batch import Member
 from agentmem.branch import Branch
 from agentmem.chat.lint import LintMemory
 from agentmem.checkpoints import BranchEntry
-from agentmem.entries import MAIN, first_entry, has_open_tokens, rebuild_entries, save_entry
-from agentmem.errors import AlreadyExistsError, ClosedError, InvalidInputError, NotFoundError
+from agentmem.crowd import Crowd
+from agentmem.entries import (
+    MAIN,
+    evict_entry,
+    first_entry,
+    fork_entry,
+    fork_here,
+    has_open_tokens,
+    note_of,
+    rebuild_entries,
+    save_entry,
+    step_aside,
+)
+from agentmem.errors import AlreadyExistsError, ClosedError, InvalidInputError
 from agentmem.explain.live import LiveLibrary
 from agentmem.ledger import Ledger
+from agentmem.presence import present, taken_if_free
 from agentmem.stats import ReuseReport
 from agentmem.tiers.policy import Candidate
 from agentmem.tree.checkpoint import Checkpoint, check_name
-from agentmem.tree.fields import copy_extras
 from agentmem.tree.render import render
 from agentmem.verbs import Verbs
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Session(Verbs):
@@ -39,7 +53,9 @@ class Session(Verbs):
         *,
         check_open: Callable[[], None],
         follow_model: Callable[[], None],
+        give_back: Callable[[Ledger], None],
         tick: Callable[[], int],
+        crowd: Crowd,
     ) -> None:
         """Serve the stored branches `entries`; made by the store.
 
@@ -49,22 +65,27 @@ class Session(Verbs):
             entries: Its branches.
             check_open: Raises when the store cannot be used any more.
             follow_model: Saves and rebuilds all sessions when the model is another one than when it was last used.
+            give_back: Lets others write to the session.
             tick: Gives a number that grows with each use, over all sessions.
+            crowd: Who works on the device at the same time.
         """
         self.ledger = ledger
         self.adapter = adapter
         self.lint = LintMemory()
-        self._entries = {entry.name: entry for entry in entries} or {MAIN: first_entry(ledger)}
-        is_known = ledger.record.active_branch in self._entries
+        self._entries = {entry.name: entry for entry in entries}
+        if not self._entries and not ledger.damaged:
+            self._entries[MAIN] = first_entry(ledger)
+        is_known = ledger.record.active_branch in self._entries.keys() | ledger.damaged.keys()
         self._active = ledger.record.active_branch if is_known else next(iter(self._entries))
         self._check_open = check_open
         self._follow_model = follow_model
+        self._give_back = give_back
         self._tick = tick
+        self._crowd = crowd
         self._last_used: dict[str, int] = {}
-        self._in_use: BranchEntry | None = None
-        self._batched: tuple[Collection[BranchEntry], ...] = ()
+        self._uses: dict[object, Collection[BranchEntry]] = {}  # the branches that running operations need
         self._lock = threading.RLock()
-        self._worker: int | None = None  # the thread that holds the lock
+        self._workers: dict[object, int] = {}  # the thread that holds the lock, once for each time
         self._is_closed = False
 
     def __repr__(self) -> str:
@@ -108,11 +129,17 @@ class Session(Verbs):
         """What the active branch's last operation reused, computed and moved, and why."""
         return self.active.report
 
+    @property
+    def damaged(self) -> dict[str, str]:
+        """Branches whose tokens cannot be had, which are none of `branches`: by name, why not. `drop` takes them."""
+        return dict(self.ledger.damaged)
+
     def branch(self, name: str) -> Branch:
         """Return a branch by name.
 
         Raises:
             NotFoundError: The session has no such branch; lists those it has.
+            CorruptionError: Its tokens cannot be had; says why, and what to do.
         """
         return Branch(self, self._entry(name))
 
@@ -130,7 +157,7 @@ class Session(Verbs):
     def log(self) -> str:
         """Return the tree as text: who forked where, tokens own and total, tier, score."""
         records = [self.ledger.branch_record(entry) for entry in self._entries.values()]
-        notes = {entry.name: self._note(entry) for entry in self._entries.values()}
+        notes = {entry.name: note_of(entry) for entry in self._entries.values()}
         return render(self.ledger.tree, title=self.name, branches=records, active=self._active, notes=notes)
 
     # -- verbs of the tree
@@ -152,14 +179,16 @@ class Session(Verbs):
         if at is not None and branch is not None:
             raise InvalidInputError("fork takes at= (a checkpoint) or branch= (where it stands now), not both")
         return self.add(
-            name, "fork", lambda: self._fork_here(name, branch) if at is None else self._fork_at(name, self.resolve(at))
+            name,
+            "fork",
+            lambda: self._fork_here(name, branch) if at is None else fork_entry(self.ledger, name, self.resolve(at)),
         )
 
     def add(self, name: str, operation: str, make: Callable[[], BranchEntry]) -> Branch:
         """Enter the branch that `make` returns, unless its name is taken; `operation` is what the reflog says."""
         check_name("branch", name)
         with self._guarded():
-            if name in self._entries:
+            if name in self._entries or name in self.ledger.damaged:
                 raise AlreadyExistsError(f"session {self.name!r} has a branch {name!r} already; choose another name")
             entry = self._entries[name] = make()
             self._last_used[name] = self._tick()
@@ -176,10 +205,12 @@ class Session(Verbs):
             CapacityError: The branch does not fit the device budget; the active branch stays what it was.
         """
         entry = self._entry(name)
-        self._make_hot(entry, "switch")
+        with self.using(entry):
+            self.with_room(lambda: entry.state.make_hot("switch"))
+            self.ledger.states.note_progress(entry)
         with self._guarded():
             if name != self._active:
-                old = self._entries[self._active].tip
+                old = self._entries[self._active].tip if self._active in self._entries else None
                 self._active = name
                 self.ledger.activate(name)
                 self.ledger.write_branch(entry, self.ledger.move(entry, "switch", old, entry.tip))
@@ -196,14 +227,16 @@ class Session(Verbs):
             InvalidInputError: It is the active one.
         """
         with self._guarded():
-            entry = self._entry(name)
             if name == self._active:
                 raise InvalidInputError(f"branch {name!r} is the active one; switch to another before dropping it")
+            if self.ledger.drop_damaged(name):
+                return
+            entry = self._entry(name)
             if has_open_tokens(self.ledger, entry):
                 self.ledger.mark(entry)
+            self.ledger.remove_branch(entry)
             del self._entries[name]
             self._last_used.pop(name, None)
-            self.ledger.remove_branch(entry)
             entry.state.cool()
             self.ledger.states.forget_all_but(self._entries.values())
 
@@ -216,7 +249,11 @@ class Session(Verbs):
                 self.ledger.write_branch(entry)
 
     def close(self) -> None:
-        """Make everything durable, KV included, with automatic checkpoints, and give the device back."""
+        """Make everything durable, KV included, with automatic checkpoints, and give device and session back.
+
+        Raises:
+            SessionLeasedError: Another handle took the session over; the session is closed all the same.
+        """
         with self._lock:
             if self._is_closed:
                 return
@@ -225,7 +262,8 @@ class Session(Verbs):
                 self.save()
             finally:
                 self._is_closed = True
-                self._release()
+                self.ledger.close(self._entries.values())
+                self._give_back(self.ledger)
 
     def save(self) -> None:
         """Make everything durable, KV included, with automatic checkpoints."""
@@ -236,23 +274,15 @@ class Session(Verbs):
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Keep other threads out, between operations.
+        """Keep other threads out, between operations. When the model is another one, branches are made anew for it.
 
         Raises:
             InvalidInputError: This thread is in the middle of an operation of the session.
         """
         with self._guarded():
             if self.is_in_use:
-                self._check_same_model()
+                self.ledger.require_same_model()
             yield
-
-    def rebuild(self) -> None:
-        """Make every branch anew from its records, as a resume would: the model is another one. Save first.
-
-        Handles stay good: what they stand for has other KV now, that of the new model, as far as it is stored.
-        """
-        with self._guarded():
-            pass  # whoever comes in does it, so that nothing old is left when it is interrupted
 
     def candidates(self, *, is_current: bool) -> list[Candidate[tuple["Session", str]]]:
         """List the branches with KV on the device.
@@ -265,67 +295,62 @@ class Session(Verbs):
                 last_used=self._last_used.get(entry.name, 0),
                 is_pinned=self._is_needed(entry) or (is_current and entry.name == self._active),
             )
-            for entry in self._entries.values()
+            for entry in list(self._entries.values())
             if entry.state.cursor.length
         ]
 
     def evict(self, name: str) -> bool:
         """Save a branch's KV to host and disk and let the device forget it; return False when the session is busy."""
-        if not self._lock.acquire(blocking=False):
-            return False
-        try:
+        with self.idle() as is_idle:
             entry = self._entries.get(name)
-            if entry is None or self._is_needed(entry):
+            if not is_idle or entry is None or self._is_needed(entry):
                 return False
-            others = [
-                other.state for other in self._entries.values() if other is not entry and other.state.cursor.length
-            ]
-            shared = max((entry.state.blocks.common_prefix(other.blocks) for other in others), default=0)
-            self.ledger.demote(entry.state, shared)
-            hot = [other for other in self._entries.values() if other.state.cursor.length]
-            self.ledger.states.cool_all_but(hot)
-            if not hot and not self.is_in_use:
+            is_last = evict_entry(self.ledger, entry, self._entries.values())
+            if is_last and not self.is_in_use:
                 self.ledger.workspace.clear()
             return True
-        finally:
-            self._lock.release()
+
+    def idle(self) -> contextlib.AbstractContextManager[bool]:
+        """Keep other threads out, and say whether none is in. Does not wait."""
+        return taken_if_free(self._lock)
+
+    @property
+    def entries(self) -> list[BranchEntry]:
+        """What is written of each branch."""
+        return list(self._entries.values())
 
     @property
     def is_in_use(self) -> bool:
         """Whether an operation of the session is running."""
-        return self._in_use is not None or len(self._batched) > 0
+        return len(self._uses) > 0
 
     @contextlib.contextmanager
     def using(self, entry: BranchEntry) -> Iterator[None]:
         """Keep other threads out and the branch on the device, while an operation runs."""
-        if self._worker != threading.get_ident():
+        if self._is_working:  # inside another operation, where it would be too late to follow
+            self.ledger.require_same_model()
+        else:
             self._follow_model()
-        else:  # inside another operation, where it would be too late to follow
-            self._check_same_model()
-        with self._guarded():
+        with self._crowd.taken(self._lock), self._guarded(), present(self._uses, [entry]):
             if self._entries.get(entry.name) is not entry:
                 raise ClosedError(
                     f"branch {entry.name!r} was dropped from session {self.name!r}; this handle is of no use"
                 )
-            before, self._in_use = self._in_use, entry
             self._last_used[entry.name] = self._tick()
-            try:
-                self.ledger.states.warm_up(entry)
-                yield
-            finally:
-                self._in_use = before
+            self.ledger.states.warm_up(entry)
+            yield
 
     @contextlib.contextmanager
     def batching(self, entries: Collection[BranchEntry]) -> Iterator[None]:
         """Keep other threads out, and `entries` on the device, while a batch of them runs; it may change them."""
-        if self._worker != threading.get_ident():
+        if not self._is_working:
             self._follow_model()
-        with self._guarded():
-            before, self._batched = self._batched, (*self._batched, entries)
-            try:
-                yield
-            finally:
-                self._batched = before
+        with self._crowd.taken(self._lock), self._guarded(), present(self._uses, entries):
+            yield
+
+    def with_room(self, work: Callable[[], T]) -> T:
+        """Do work that needs room on the device, and that may be done again when others had the room."""
+        return self._crowd.with_room(work, lambda: len(self._uses) == 1 and step_aside(self.ledger, self.entries))
 
     def library(self, entry: BranchEntry) -> LiveLibrary:
         """Return the store as it stands, for explaining what a prompt would reuse: `entry` is compared first."""
@@ -336,33 +361,28 @@ class Session(Verbs):
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        with self._lock:
+        with self._lock, present(self._workers, threading.get_ident()):
             self._check_open()
             if self._is_closed:
                 raise ClosedError(f"session {self.name!r} is closed; resume it from the store")
-            before, self._worker = self._worker, threading.get_ident()
-            try:
-                if not self.ledger.is_current:
-                    rebuild_entries(self.ledger, list(self._entries.values()))
-                yield
-            finally:
-                self._worker = before
+            self.ledger.lease.check()
+            if not self.ledger.is_current:
+                rebuild_entries(self.ledger, list(self._entries.values()))
+            yield
+
+    @property
+    def _is_working(self) -> bool:
+        """Whether this thread is inside of an operation of the session."""
+        return threading.get_ident() in self._workers.values()
 
     def _is_needed(self, entry: BranchEntry) -> bool:
         """Say whether a running operation needs the branch on the device."""
-        return entry is self._in_use or any(entry is each for entries in self._batched for each in entries)
-
-    def _check_same_model(self) -> None:
-        if self.adapter.look() != self.ledger.record.fingerprint:
-            raise InvalidInputError(
-                f"the model's adapters or weights changed while session {self.name!r} was in use (`with ... cache()`): "
-                f"leave that block first, then change the model"
-            )
+        return any(entry is each for entries in tuple(self._uses.values()) for each in entries)
 
     def _entry(self, name: str) -> BranchEntry:
         entry = self._entries.get(name)
         if entry is None:
-            raise NotFoundError(f"session {self.name!r} has no branch {name!r}; it has {', '.join(self.branches)}")
+            raise self.ledger.no_branch(name, self.branches)
         return entry
 
     def member(self, branch: str | Branch) -> Member:
@@ -374,27 +394,5 @@ class Session(Verbs):
         """Return the branch called `name`; the active one for None."""
         return self.branch(self._active if name is None else name)
 
-    def _make_hot(self, entry: BranchEntry, operation: str) -> None:
-        with self.using(entry):
-            entry.state.make_hot(operation)
-            self.ledger.states.note_progress(entry)
-
     def _fork_here(self, name: str, branch: str | None) -> BranchEntry:
-        source = self._entry(self._active if branch is None else branch)
-        if has_open_tokens(self.ledger, source):
-            self.ledger.mark(source)
-        return BranchEntry(source.state.fork(name), source.tip, copy_extras(source.extras), time.time())
-
-    def _fork_at(self, name: str, checkpoint: Checkpoint) -> BranchEntry:
-        state = self.ledger.states.state_of(checkpoint.checkpoint_id).fork(name)
-        return BranchEntry(state, checkpoint.checkpoint_id, copy_extras(checkpoint.extras), time.time())
-
-    def _release(self) -> None:
-        for entry in self._entries.values():
-            entry.state.cool()
-        self.ledger.close()
-
-    def _note(self, entry: BranchEntry) -> str:
-        state, score = entry.state, entry.extras.get("score")
-        tier = "tokens" if not state.num_computed else "device" if state.is_hot else "disk"
-        return tier if score is None else f"{tier}  score={score:.4g}" if isinstance(score, int | float) else tier
+        return fork_here(self.ledger, name, self._entry(self._active if branch is None else branch))

@@ -4,8 +4,7 @@ A state knows which of its tokens the model was fed, where their KV is, and how 
 compute it again. It knows nothing of names, records and transactions.
 """
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,8 +13,11 @@ from agentmem.errors import InvalidInputError
 from agentmem.feed import BranchFeed
 from agentmem.marks import Mark, MarkKind, Marks, media_start
 from agentmem.operation import Operation
+from agentmem.reasons import Reason
 from agentmem.restoring import Restoring
-from agentmem.stats import Reason
+
+_ROOM = 256
+"""Tokens that a generation has room for when it begins, at most: it may end long before `max_new_tokens`."""
 
 
 class BranchState(Restoring):
@@ -32,6 +34,7 @@ class BranchState(Restoring):
         if any(mark.kind is MarkKind.ENCODER for mark in marks):
             self.marks, self.root = (), None  # of a branch that was emptied: other inputs take their place
         self.extend(tokens, marks)
+        self.note_point()
 
     def inputs(self, mark: Mark) -> dict[str, object]:
         """Return the model inputs behind a mark (see `agentmem.adapter.Feed.inputs`)."""
@@ -43,7 +46,7 @@ class BranchState(Restoring):
         With no tokens, return the logits `[1, V]` of the last token, which feeds at most that one again; a model with
         layer states is fed from the nearest one before it.
         """
-        with Operation(self, "forward") as report, self._undone_on_error():
+        with Operation(self, "forward", is_undone=True) as report:
             self.enter_regime(len(self.tokens) + len(tokens))
             report.note_load(self.restore())
             if not tokens and not self.num_pending:
@@ -51,20 +54,18 @@ class BranchState(Restoring):
             report.note_load(self.reuse_pending(keep=0 if tokens else 1))
             return self._feed(self.pending, list(tokens))
 
-    def generate(self, options: dict[str, object]) -> list[int]:
+    def generate(self, options: dict[str, object], with_room: Callable[[Callable[[], None]], None]) -> list[int]:
         """Continue the branch with the framework's generation; return the new ids as sampled.
 
         The last one, which the model was not fed, is pending afterwards.
+
+        Args:
+            options: The framework's.
+            with_room: Does what is given to it, again when there was no room on the device and then is.
         """
         adapter = self._runtime.adapter
-        with Operation(self, "generate") as report, self._undone_on_error():
-            self.enter_regime(len(self.tokens))
-            report.note_load(self.restore())
-            report.note_load(self.reuse_pending(keep=1))
-            if not self.num_pending and not self._can_repeat_last():
-                self.step_back(self.num_computed - 1)
-                report.note_load(self.restore())
-            self.compute(keep=1 if adapter.is_stepwise else self._left_to_generate())
+        with Operation(self, "generate", is_undone=True) as report:
+            with_room(lambda: self._begin_to_generate(report, options))
             prompt = self.tokens.slice()
             feed = BranchFeed(self, is_again=not self.num_pending)
             try:
@@ -115,6 +116,7 @@ class BranchState(Restoring):
         if regime != self.regime:
             self.drop_kv(Reason.REGIME)
             self.regime = regime
+            self.note_point()
 
     def grow_to(self, num_tokens: int) -> None:
         """Make ready for a pass that ends at `num_tokens` tokens, in the middle of an operation.
@@ -187,6 +189,20 @@ class BranchState(Restoring):
             feed.close()
         return kept[0] if len(kept) == 1 else torch.cat(kept)
 
+    def _begin_to_generate(self, report: Operation, options: Mapping[str, object]) -> None:
+        """Bring the branch onto the device and feed what is pending, as far as generation does not; make room."""
+        report.forget_loads()
+        self.enter_regime(len(self.tokens))
+        report.note_load(self.restore())
+        report.note_load(self.reuse_pending(keep=1))
+        if not self.num_pending and not self._can_repeat_last():
+            self.step_back(self.num_computed - 1)
+            report.note_load(self.restore())
+        self.compute(keep=1 if self._runtime.adapter.is_stepwise else self._left_to_generate())
+        num_new = options.get("max_new_tokens")
+        if isinstance(num_new, int):  # now, when nothing was sampled yet and there may be waiting for room
+            self._workspace.begin(self.cursor, self.num_pending + min(num_new, _ROOM))
+
     def _left_to_generate(self) -> int:
         """Return how many pending tokens the framework's generation may feed itself: those after the last border."""
         last = max(self.borders, default=0)
@@ -203,16 +219,6 @@ class BranchState(Restoring):
             return before
         mark = self.media_at(start)
         return max(mark.stop, limit) if mark is not None and before < limit else limit
-
-    @contextlib.contextmanager
-    def _undone_on_error(self) -> Iterator[None]:
-        """Take new tokens back when an operation fails; what it computed of older ones is kept."""
-        num_tokens = len(self.tokens)
-        try:
-            yield
-        except BaseException:
-            self.truncate(num_tokens)
-            raise
 
     def _can_repeat_last(self) -> bool:
         """Tell whether the last token can be fed again alone: not on top of a layer state, nor as a part of media."""

@@ -1,4 +1,4 @@
-"""What happened and why: reason codes, the report of one operation, and the counters of a store.
+"""What happened: the report of one operation, and the counters of a store.
 
 Knows nothing of how the numbers arise.
 """
@@ -6,49 +6,8 @@ Knows nothing of how the numbers arise.
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
-from enum import StrEnum
 
-
-class Reason(StrEnum):
-    """Why an operation reused what it did, and no more."""
-
-    COMPLETE = "complete"
-    """Everything that had been computed was reused."""
-    FOREIGN_MODEL = "foreign-model"
-    """The KV was computed by another model, adapter, dtype or block size."""
-    DAMAGED = "damaged"
-    """A stored block failed its checksum; the KV from there on is computed from the tokens."""
-    MISSING = "missing"
-    """A block is in no tier; the KV from there on is computed from the tokens."""
-    NOT_SAVED = "not-saved"
-    """The KV had not reached the disk when its process ended; the tokens had."""
-    NO_STATE = "no-state"
-    """The layer state at this point is not kept; the tokens after the nearest earlier one are computed again."""
-    REGIME = "regime"
-    """The branch crossed the length from which the model rotates all its keys in another way."""
-
-
-class ChatChange(StrEnum):
-    """How a list of messages differs from what its branch holds."""
-
-    SYSTEM_CHANGED = "system-changed"
-    """The system message, or what the template puts in its place, has another text, or came, or went."""
-    TOOLS_CHANGED = "tools-changed"
-    """The messages are the same up to there; the tools are not."""
-    TEMPLATE_CHANGED = "template-changed"
-    """The messages are the same up to there; the tokenizer's chat template is not."""
-    MESSAGE_CHANGED = "message-changed"
-    """A message has another text."""
-    MESSAGE_INSERTED = "message-inserted"
-    """There are messages before one that the branch holds."""
-    MESSAGE_REMOVED = "message-removed"
-    """Messages that the branch holds are gone from between others."""
-    SHORTENED = "shortened"
-    """The list ends before the branch does."""
-    THINKING_STRIPPED = "thinking-stripped"
-    """An answer lacks its thinking, and is the same otherwise."""
-    JSON_REORDERED = "json-reordered"
-    """The same JSON values are spelled another way: keys in another order, other spaces."""
+from agentmem.reasons import Reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +15,7 @@ class ChatDifference:
     """Where a list of messages first differs from what its branch held, and what became of that.
 
     Attributes:
-        change: In a word.
+        change: How, in a word of `reasons.CHAT_CHANGES`.
         token: Index of the first token that was not kept.
         message: Index of the message that differs, in the list that was sent. One past its end when it is shorter.
         old: What the branch held around that place, at most 80 characters.
@@ -64,7 +23,7 @@ class ChatDifference:
         kept_as: The branch that goes on as this one did before.
     """
 
-    change: ChatChange
+    change: Reason
     token: int
     message: int
     old: str
@@ -72,30 +31,19 @@ class ChatDifference:
     kept_as: str
 
 
-class Lint(StrEnum):
-    """What makes a client lose the KV of its own chat."""
-
-    SYSTEM_CHANGED = "system-changed"
-    """The system message has another text than before: everything behind it is computed again."""
-    WANDERING = "wandering"
-    """Two lists in a row differed at the same place: a clock, a counter, a nonce."""
-    TEMPLATE_CHANGED = "template-changed"
-    """The tokenizer's chat template is another than the one that wrote the branch."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """One thing to mend in what a client sends.
 
     Attributes:
-        lint: In a word.
+        lint: In a word of `reasons.LINTS`.
         message: Index of the message.
         text: The text that changes, as it was sent now.
         old_text: The text that stood there before.
         advice: What to do about it.
     """
 
-    lint: Lint
+    lint: Reason
     message: int
     text: str
     old_text: str
@@ -119,7 +67,7 @@ class ReuseReport:
         num_equivalent: Tokens of `num_reused` whose KV was computed elsewhere from the same tokens (equal within the
             tolerance of the dtype), because the branch's own bytes were gone.
         num_approximate: Tokens of the branch whose KV an edit moved from elsewhere: it still knows of what was cut out.
-        reason: Why reuse ended where it did.
+        reason: Why reuse ended where it did: COMPLETE, or a word of `reasons.LOSSES`.
         elapsed_s: Wall time of the operation, in seconds.
         difference: Where the messages that were sent differ from what the branch held; None when all of it was kept.
         lint: What to mend in the messages, so that more is reused.
@@ -149,10 +97,10 @@ class Counters:
         self._lock = threading.Lock()
         self._values: Counter[str] = Counter()
 
-    def add(self, name: str, amount: int = 1) -> None:
-        """Add `amount` to the counter `name`."""
+    def add(self, name: str, amount: int = 1, *, reason: Reason | None = None) -> None:
+        """Add `amount` to the counter `name`; with a reason, to `name_reason`."""
         with self._lock:
-            self._values[name] += amount
+            self._values[name if reason is None else f"{name}_{reason.value}"] += amount
 
     def snapshot(self) -> dict[str, int]:
         """Return all counters, sorted by name."""

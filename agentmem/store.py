@@ -5,51 +5,53 @@ import dataclasses
 import itertools
 import logging
 import threading
-import time
-from array import array
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 
-from agentmem._lmdb import Environment, Level, ReadTransaction, WriteTransaction
+from agentmem import _directory
+from agentmem._lmdb import Environment
 from agentmem.adapter import Adapter
 from agentmem.batch.batch import Batch, Member
 from agentmem.branch import Branch
+from agentmem.checkpoints import BranchEntry
 from agentmem.config import Config
-from agentmem.entries import MAIN, restore_entry
-from agentmem.errors import AlreadyExistsError, ClosedError, CorruptionError, NotFoundError
-from agentmem.ids import new_session_id, short
+from agentmem.crowd import Crowd
+from agentmem.errors import ClosedError, NotFoundError, SessionLeasedError, StorageFullError
+from agentmem.forget import ForgetReport
+from agentmem.gc import GcReport
+from agentmem.ids import short
 from agentmem.ledger import Ledger
-from agentmem.runtime import Runtime
+from agentmem.opening import Opener
+from agentmem.pruning import PruneReport
+from agentmem.retention import Retention
+from agentmem.runtime import make_runtime
 from agentmem.session import Session
-from agentmem.stats import Counters
-from agentmem.tiers.blockstore import BlockStore
-from agentmem.tiers.device import DeviceTier
-from agentmem.tiers.disk import DiskTier
-from agentmem.tiers.host import HostTier
-from agentmem.tiers.identity import Identity
-from agentmem.tiers.media import MediaStore
 from agentmem.tiers.policy import eviction_order
-from agentmem.tiers.states import StateStore
-from agentmem.tree.checkpoint import SessionRecord, check_name
-from agentmem.tree.fields import copy_extras
-from agentmem.tree.tree import SessionTree
+from agentmem.tree.checkpoint import Checkpoint
+from agentmem.upkeep import Upkeep, usage
 from agentmem.view import StoreView
 
 logger = logging.getLogger(__name__)
 
 
 class Store(StoreView):
-    """A store that is open with a model. Thread-safe; at most one is open on a directory, in all processes."""
+    """A store that is open with a model. Thread-safe; one of each process may be open on a directory."""
 
     def __init__(self, environment: Environment, adapter: Adapter, config: Config) -> None:
         """Own an open environment; use `agentmem.open`."""
         super().__init__(environment, config)
-        self._runtime = _make_runtime(environment, adapter, config)
+        self._runtime = make_runtime(environment, adapter, config)
         self._runtime.device.make_room = self._make_room
+        self._upkeep = Upkeep(environment, self.catalog, self._runtime.blocks.disk, self._open_sessions)
+        with environment.read() as txn:
+            environment.quota.hold(config.disk_budget_nbytes, txn)
+        environment.quota.make_room = self._upkeep.relieve
+        self._opener = Opener(self._runtime, environment, self.catalog)
         self._sessions: dict[str, Session] = {}
         self._lock = threading.RLock()
         self._clock = itertools.count(1)
+        self._crowd = Crowd(is_limited=config.device_budget_nbytes is not None)
         self._is_closed = False
 
     @classmethod
@@ -58,17 +60,21 @@ class Store(StoreView):
 
         Raises:
             UnsupportedModelError: The model keeps state that agentmem cannot store.
-            StoreLockedError: Another handle or process has the store open for writing.
+            StoreLockedError: This process has the store open already, or its data file is being replaced.
             InvalidInputError, FormatVersionError, CorruptionError, ReadOnlyError: The directory is no store that can be
                 used (see `Environment.open`).
         """
-        adapter = make_adapter()
-        try:
-            environment = Environment.open(path, create=True, reserve_nbytes=config.disk_reserve_nbytes)
-        except BaseException:
-            adapter.close()
-            raise
-        return cls(environment, adapter, config)
+        with contextlib.ExitStack() as opened:
+            adapter = make_adapter()
+            opened.callback(adapter.close)
+            environment = Environment.open(
+                path, create=True, reserve_nbytes=config.disk_reserve_nbytes, key=config.encryption_key
+            )
+            opened.callback(environment.close)
+            with _directory.named_errors(path):
+                store = cls(environment, adapter, config)
+            opened.pop_all()
+            return store
 
     @property
     def token_nbytes(self) -> int:
@@ -79,47 +85,33 @@ class Store(StoreView):
         """Make a session with one empty branch, "main".
 
         Raises:
-            AlreadyExistsError: The name is taken; `resume` it.
+            AlreadyExistsError: The name is taken, by whatever process; `resume` it.
         """
-        check_name("session", name)
         with self._lock:
             self._check_open()
             self._follow_model()
-            if any(record.name == name for record in self.sessions()):
-                raise AlreadyExistsError(f"the store has a session {name!r} already; resume it, or choose another name")
-            adapter, now_s = self._runtime.adapter, time.time()
-            record = SessionRecord(
-                session_id=new_session_id(),
-                name=name,
-                active_branch=MAIN,
-                fingerprint=self._runtime.identity.fingerprint,
-                model_name=adapter.model_name,
-                tokenizer_hash=adapter.tokenizer_hash,
-                template_hash=adapter.template_hash,
-                block_size=self.config.block_size,
-                extras=copy_extras(extras or {}),
-                created_s=now_s,
-                updated_s=now_s,
-            )
-            self.environment.submit(lambda txn: self.catalog.put_session(txn, record), level=Level.DURABLE).result()
-            return self._open_session(record)
+            return self._open_session(*self._opener.create(name, extras or {}))
 
     def resume(self, name: str, *, branch: str | None = None) -> Session:
         """Open a stored session again and bring a branch onto the device (by default the one that was active).
 
-        Its report says what was reused, what has to be computed again, and why.
+        Until it is closed, no other handle of any process writes to it (docs/caveats.md). Its report says what was
+        reused, what has to be computed again, and why.
 
         Raises:
             NotFoundError: There is no such session or branch.
+            SessionLeasedError: Another handle writes to the session.
+            CorruptionError: The branch's tokens cannot be had; the session's other branches can be resumed.
             CapacityError: The branch does not fit the device budget.
         """
         with self._lock:
             self._check_open()
             self._follow_model()
             session = self._sessions.get(name)
+            if session is not None and session.ledger.lease.is_lost:
+                self._close_session(session)
             if session is None or session.is_closed:
-                self.environment.flush()
-                session = self._open_session(self.view(name).record)
+                session = self._open_session(*self._opener.resume(name))
         session.switch(branch if branch is not None else session.active.name)
         return session
 
@@ -128,21 +120,37 @@ class Store(StoreView):
 
         Raises:
             NotFoundError: There is none of that name.
+            SessionLeasedError: Another handle writes to it.
         """
         with self._lock:
             self._check_open()
             session = self._sessions.pop(name, None)
             if session is not None:
-                session.close()
-            self.environment.flush()
-            session_id = self.view(name).record.session_id
+                self._close_session(session)
+            self._opener.remove(name)
 
-            def operation(txn: WriteTransaction) -> None:
-                self.catalog.remove_session(txn, session_id)
+    def forget(self, name: str) -> ForgetReport:
+        """Remove a session at once and for good, from every tier: no grace, no way back (docs/privacy.md).
 
-            self.environment.submit(operation, level=Level.DURABLE).result()
+        What others have in common with it stays, and the report says so. The data file's free pages hold its bytes
+        until `agentmem compact`.
 
-    def batch(self, branches: Iterable[Branch]) -> Batch:
+        Raises:
+            NotFoundError: There is none of that name.
+            SessionLeasedError: Another handle writes to it.
+        """
+        with self._lock:
+            self._check_open()
+            session = self._sessions.pop(name, None)
+            if session is not None:
+                with contextlib.suppress(StorageFullError):  # what is forgotten need not be saved
+                    self._close_session(session)
+            self._runtime.blocks.flush()
+            report = self._upkeep.forget(name)
+            self._runtime.blocks.host.clear()
+            return report
+
+    def batch(self, branches: Iterable[Branch]) -> contextlib.AbstractContextManager[Batch]:
         """Continue branches of one or several sessions together: `with store.batch([branch, ...]) as batch`.
 
         The batch calls them "session/branch". Blocks that sessions share are attended once for all of them.
@@ -151,20 +159,39 @@ class Store(StoreView):
             NotFoundError: A branch's session is not open, or it was dropped.
             InvalidInputError: A branch is named twice, or none is.
         """
-        return Batch(branches, self._member)
+        return Batch(branches, self._member).running()
 
     def stats(self) -> dict[str, int | float]:
-        """Return bytes per tier, and what was fed, reused and moved since the store was opened."""
-        disk = self._runtime.blocks.disk.stats()
-        return {
-            "device_nbytes": self._runtime.device.nbytes,
-            "host_nbytes": self._runtime.blocks.host.nbytes,
-            "disk_num_blocks": disk.num_blocks,
-            "disk_raw_nbytes": disk.raw_nbytes,
-            "disk_stored_nbytes": disk.stored_nbytes,
-            "file_nbytes": self.environment.nbytes,
-            **self._runtime.counters.snapshot(),
-        }
+        """Return bytes per tier beside its budget, and what was fed, reused and moved since the store was opened."""
+        return usage(self._runtime, self.environment)
+
+    def gc(self, *, grace_s: float | None = None, dry_run: bool = False) -> GcReport:
+        """Remove what no branch and no pin has reached for `grace_s` seconds (by default `Config.gc_grace_s`)."""
+        grace_s = self.config.gc_grace_s if grace_s is None else grace_s
+        with self._lock:
+            self._check_open()
+            return self._upkeep.collect(grace_s=grace_s, dry_run=dry_run)
+
+    def prune(self, retention: Retention, *, dry_run: bool = False) -> PruneReport:
+        """Let go of the checkpoints and branches that `retention` does not keep; the tokens of branches stay.
+
+        What it lets go of is gc's once the grace has passed. With `dry_run`, only say what would go, and its bytes.
+        """
+        with self._lock:
+            self._check_open()
+            return self._upkeep.prune(retention, dry_run=dry_run)
+
+    def pin(self, checkpoint: Checkpoint) -> bool:
+        """Keep a checkpoint, and those before it, though no branch reaches it; False when it is pinned already.
+
+        Raises:
+            NotFoundError: It is not stored (any more).
+        """
+        return self._upkeep.pin(checkpoint, is_pinned=True)
+
+    def unpin(self, checkpoint: Checkpoint) -> bool:
+        """Leave a pinned checkpoint to gc, unless a branch reaches it; False when it is not pinned."""
+        return self._upkeep.pin(checkpoint, is_pinned=False)
 
     def flush(self) -> None:
         """Wait until all that was done so far, sealed blocks included, is on disk for good.
@@ -172,10 +199,10 @@ class Store(StoreView):
         Raises:
             StorageFullError: The disk has no room.
             ReadOnlyError: The store cannot be written any more.
+            SessionLeasedError: A session was taken over by another handle.
         """
         self._check_open()
-        for session in self._open_sessions():
-            session.flush()
+        _for_each(self._open_sessions(), Session.flush)
         self._runtime.blocks.flush()
         self.environment.flush()
 
@@ -185,8 +212,7 @@ class Store(StoreView):
             if self._is_closed:
                 return
             try:
-                for session in self._open_sessions():
-                    session.close()
+                _for_each(self._open_sessions(), self._close_session)
                 self._runtime.blocks.flush()
             finally:
                 self._is_closed = True
@@ -207,63 +233,29 @@ class Store(StoreView):
             self._runtime.blocks.close()
             self._runtime.adapter.close()
         finally:
+            self._opener.close()
             self.environment.close()
 
-    def _open_session(self, record: SessionRecord) -> Session:
-        view = self.view(record.name)
-        for problem in view.damaged:
-            logger.warning("session %s: %s", record.name, problem)
-        self._warn_of_changes(record)
-        record = dataclasses.replace(record, fingerprint=self._runtime.identity.fingerprint)
-        ledger = Ledger(self._runtime, self.environment, self.catalog, record, SessionTree(view.checkpoints))
-        try:
-            with self.environment.read() as txn:
-                entries = [
-                    restore_entry(ledger, branch, self._open_tokens(txn, record, branch.name))
-                    for branch in view.branches
-                ]
-        except NotFoundError as error:
-            raise CorruptionError(
-                f"session {record.name!r} cannot be opened: {error}. Damaged: {'; '.join(view.damaged) or 'nothing'}; "
-                f"run `agentmem check`, and restore a backup or remove the session"
-            ) from error
+    def _open_session(self, ledger: Ledger, entries: list[BranchEntry]) -> Session:
         session = Session(
             ledger,
             self._runtime.adapter,
             entries,
             check_open=self._check_open,
             follow_model=self._follow_model,
+            give_back=self._opener.give_back,
             tick=lambda: next(self._clock),
+            crowd=self._crowd,
         )
-        self._sessions[record.name] = session
+        self._sessions[session.name] = session
         return session
 
-    def _open_tokens(self, txn: ReadTransaction, record: SessionRecord, branch: str) -> "array[int]":
-        """Return the tokens after a branch's tip; none, with a warning, when their rows are damaged."""
+    def _close_session(self, session: Session) -> None:
+        """Close a session, also one that another handle took over: nothing more can be saved of it."""
         try:
-            return self.catalog.open_tokens(txn, record.session_id, branch)
-        except CorruptionError as error:
-            logger.warning(
-                "session %s: the tokens of branch %s after its tip are lost, it stands at the tip: %s",
-                record.name,
-                branch,
-                error,
-            )
-            return array("I")
-
-    def _warn_of_changes(self, record: SessionRecord) -> None:
-        """Say that a session comes from another model or tokenizer: it stays readable, its KV is not used."""
-        adapter = self._runtime.adapter
-        if record.fingerprint != self._runtime.identity.fingerprint:
-            logger.warning(
-                "session %s was made by another model (%s): its tokens are used, its KV is not",
-                record.name,
-                record.model_name,
-            )
-        if adapter.tokenizer_hash and record.tokenizer_hash not in {"", adapter.tokenizer_hash}:
-            logger.warning("session %s was made with another tokenizer: its ids may mean other text", record.name)
-        if adapter.template_hash and record.template_hash not in {"", adapter.template_hash}:
-            logger.warning("session %s was made with another chat template", record.name)
+            session.close()
+        except SessionLeasedError as error:
+            logger.warning("session %s was closed: %s", session.name, error)
 
     def _follow_model(self) -> None:
         """Let all that is open follow the model, whose adapters or weights may be others since the last verb.
@@ -278,7 +270,7 @@ class Store(StoreView):
         if adapter.look() == identity.fingerprint:
             return
         with self._lock, contextlib.ExitStack() as held:
-            sessions = self._open_sessions()
+            sessions = [session for session in self._open_sessions() if not session.ledger.lease.is_lost]
             for session in sessions:
                 held.enter_context(session.held())
             now = adapter.look()
@@ -290,7 +282,8 @@ class Store(StoreView):
             self._runtime.blocks.flush()  # what is written from here on bears the new name
             identity.fingerprint = now
             for session in sessions:
-                session.rebuild()
+                with session.held():
+                    pass  # whoever comes in makes the branches anew, also when this is interrupted
 
     def _member(self, branch: str | Branch) -> Member:
         name = branch.session if isinstance(branch, Branch) else branch.partition("/")[0]
@@ -301,7 +294,7 @@ class Store(StoreView):
         return dataclasses.replace(member, key=f"{name}/{member.key}")
 
     def _open_sessions(self) -> list[Session]:
-        return [session for session in self._sessions.values() if not session.is_closed]
+        return [session for session in list(self._sessions.values()) if not session.is_closed]
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -323,40 +316,25 @@ class Store(StoreView):
             if session.evict(name):
                 self._runtime.counters.add("branches_evicted")
             if self._runtime.device.nbytes > goal:
-                self.environment.flush()  # KV stays on the device until the disk has it
+                self._free_saved()
+        if self._runtime.device.nbytes > goal:
+            self._free_saved()
+
+    def _free_saved(self) -> None:
+        """Wait until the disk has what it was given, and what was cut off meanwhile: until then it is on the device."""
+        self._runtime.blocks.flush(is_patient=False)  # the caller has a workspace, which a patient other may want
+        self.environment.flush()
 
 
-def _make_runtime(environment: Environment, adapter: Adapter, config: Config) -> Runtime:
-    counters = Counters()
-    identity = Identity(adapter.look(), config.salt)
-    device = DeviceTier(adapter.spec, adapter.device, config.device_budget_nbytes)
-    host = HostTier(config.host_budget_nbytes, is_pinned=adapter.device.type == "cuda")
-    disk = DiskTier(environment)
-    blocks = BlockStore(
-        spec=adapter.spec,
-        identity=identity,
-        host=host,
-        disk=disk,
-        codec=config.codec,
-        num_threads=config.num_threads,
-        is_saving=config.save_in_background,
-        counters=counters,
-    )
-    return Runtime(
-        adapter=adapter,
-        blocks=blocks,
-        device=device,
-        counters=counters,
-        config=config,
-        identity=identity,
-        states=StateStore(
-            spec=adapter.spec,
-            identity=identity,
-            device=device,
-            host=host,
-            disk=disk,
-            codec=config.codec,
-            counters=counters,
-        ),
-        media=MediaStore(identity, host, disk),
-    )
+def _for_each(sessions: Iterable[Session], action: Callable[[Session], None]) -> None:
+    """Do it for every session, whatever becomes of the others; the first error is raised at the end."""
+    failures: list[Exception] = []
+    for session in sessions:
+        try:
+            action(session)
+        except Exception as error:  # noqa: BLE001 - raised below
+            failures.append(error)
+    for failure in failures[1:]:
+        failures[0].add_note(f"Another session failed too: {failure}")
+    if failures:
+        raise failures[0]

@@ -17,10 +17,10 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
+from agentmem._future import Future
 from agentmem._lmdb import Environment, Level, ReadTransaction, WriteTransaction
 from agentmem.bundle import BundleReader, Kind, read_bundle, write_bundle
 from agentmem.errors import AlreadyExistsError, CorruptionError, InvalidInputError, NotFoundError
@@ -44,8 +44,6 @@ from agentmem.tree.fields import CHECKPOINT_ID_NBYTES
 from agentmem.tree.trail import Trail
 
 _BRANCH = struct.Struct("<HI")
-_ONE_PIECE = (1).to_bytes(2, "big")
-"""What the first row of a checkpoint begins with when it is the only one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,8 +194,7 @@ def _load_record(disk: DiskTier, digest: BlockDigest) -> bytes:
 
 
 def _pack_checkpoint(checkpoint: Checkpoint) -> bytes:
-    first, *others = rows.pack_checkpoint(checkpoint)
-    return b"".join((checkpoint.checkpoint_id, first[len(_ONE_PIECE) :], *others))
+    return checkpoint.checkpoint_id + rows.checkpoint_map(checkpoint)
 
 
 def _pack_branch(branch: _Branch) -> bytes:
@@ -329,7 +326,7 @@ class _Arrival:
 
     def _take_checkpoint(self, data: bytes) -> None:
         key = self.session_id + data[:CHECKPOINT_ID_NBYTES]
-        checkpoint = rows.unpack_checkpoint(key, [_ONE_PIECE + data[CHECKPOINT_ID_NBYTES:]])
+        checkpoint = rows.checkpoint_of(key, data[CHECKPOINT_ID_NBYTES:])
         parent_id, name = checkpoint.parent_id, checkpoint.checkpoint_id
         _require(len(key) == rows.NODE_KEY_NBYTES and name not in self._checkpoints, name, "its id is damaged")
         _require(parent_id in self._tokens, name, "its parent is not before it")

@@ -30,14 +30,14 @@ class Verbs(ABC):
     def member(self, branch: str | Branch) -> Member:
         """Return a branch as a batch takes it."""
 
-    def batch(self, branches: Iterable[str | Branch]) -> Batch:
+    def batch(self, branches: Iterable[str | Branch]) -> contextlib.AbstractContextManager[Batch]:
         """Continue several branches together: `with session.batch(["a", "b"]) as batch` (see `Batch`).
 
         Raises:
             NotFoundError: The session has no such branch.
             InvalidInputError: A branch is named twice, or none is.
         """
-        return Batch(branches, self.member)
+        return Batch(branches, self.member).running()
 
     def append(self, content: str | Iterable[int], *, branch: str | None = None, **model_inputs: object) -> None:
         """Add text or token ids at the end of a branch, with what the model takes for them (see `Branch.append`)."""

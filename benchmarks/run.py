@@ -19,7 +19,23 @@ from pathlib import Path
 import harness
 from harness import Options, Row, base_store, in_new_process, markdown_table, plain_table, say
 
-NAMES = ("open", "fork", "switch", "decode", "resume", "path", "codec", "disk", "chat", "edits", "batch")
+NAMES = (
+    "open",
+    "fork",
+    "switch",
+    "decode",
+    "resume",
+    "path",
+    "codec",
+    "disk",
+    "chat",
+    "edits",
+    "batch",
+    "encryption",
+    "budgets",
+    "churn",
+    "checks",
+)
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -33,7 +49,7 @@ def main() -> int:
     say(json.dumps(report["machine"], indent=2))
     with harness.chosen_options(arguments) as options:
         report["options"] = {"contexts": options.contexts, "quick": options.is_quick, "threads": options.num_threads}
-        if {"fork", "switch", "decode", "resume", "path", "batch"} & set(arguments.only):
+        if {"fork", "switch", "decode", "resume", "path", "batch", "encryption"} & set(arguments.only):
             in_new_process(base_store, options)
         for name in arguments.only:
             report["results"].append(run_one(name, options))

@@ -26,7 +26,9 @@ nitpick_ignore_regex = [
     ("py:.*", r"(torch|numpy|transformers|abc|collections|concurrent|pathlib|contextlib|threading|enum)\..*"),
     ("py:class", r"(PreTrained\w+|StoreView)"),
     # what only the library itself passes to its constructors
-    ("py:class", r"agentmem\.(_lmdb|adapter|checkpoints|explain\.live|ledger|tiers|branch\.BranchOwner).*"),
+    ("py:class", r"agentmem\.(_lmdb|adapter|checkpoints|crowd|explain\.live|ledger|tiers|branch\.BranchOwner).*"),
+    # type variables
+    ("py:.*", r"agentmem\.(session\.T|editing\.BranchT)"),
     ("py:class", r"agentmem\.(batch\.batch\.Member|verbs\.Verbs)"),
     # the protocols that a session and a branch satisfy
     ("py:.*", r"agentmem\.search\.protocols\..*"),

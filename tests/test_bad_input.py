@@ -33,13 +33,15 @@ from agentmem.errors import (
     InvalidInputError,
     NotFoundError,
     ReadOnlyError,
+    SessionLeasedError,
     SpecMismatchError,
     StaleCacheError,
     StorageFullError,
     StoreLockedError,
     UnsupportedModelError,
 )
-from agentmem.stats import Reason
+from agentmem.reasons import Reason
+from agentmem.testing.damage import overwrite
 from agentmem.tiers.blockindex import BlockInfo
 from agentmem.tiers.disk import DiskTier
 
@@ -232,10 +234,10 @@ def test_the_same_store_is_not_opened_twice_in_a_process(stored):
     assert stored.is_untouched()
 
 
-def test_a_store_that_another_process_writes_is_refused_and_may_be_looked_at(stored):
+def test_a_session_that_another_process_writes_is_refused_and_may_be_looked_at(stored):
     done = run_script("open", stored.path)
 
-    assert done.stdout.split() == ["StoreLockedError", str(os.getpid()), "s"], done.stderr
+    assert done.stdout.split() == ["SessionLeasedError", str(os.getpid()), "s"], done.stderr
     assert stored.is_untouched()
 
 
@@ -286,7 +288,7 @@ def test_a_cut_off_data_file_is_corruption_and_not_a_crash(stored):
     assert stored.is_untouched()
 
 
-@pytest.mark.parametrize(("version", "min_reader"), [(99, 99), (3, 3), (1, 1)])
+@pytest.mark.parametrize(("version", "min_reader"), [(99, 99), (4, 4), (2, 2), (1, 1)])
 def test_a_store_of_another_format_is_refused_by_version(stored, version, min_reader):
     stored.store.close()
     with Environment.open(stored.path) as environment:
@@ -411,7 +413,7 @@ def test_a_damaged_checkpoint_record_is_named_and_the_other_sessions_open(stored
     with Environment.open(stored.path) as environment, environment.read() as txn:
         key = next(key for key, _ in txn.scan(Table.NODES) if stored.plan.checkpoint_id in key)
     with Environment.open(stored.path) as environment:
-        environment.submit(lambda txn: txn.put_raw(Table.NODES, [(key, b"\0" * 40)]), level=Level.DURABLE).result()
+        environment.submit(lambda txn: overwrite(txn, Table.NODES, key, b"\0" * 40), level=Level.DURABLE).result()
 
     with agentmem.open(stored.path, model=stored.model) as store:
         with pytest.raises(CorruptionError) as error:
@@ -769,12 +771,12 @@ def tiny_llama():
 
 def try_to_open(path):
     """Print the error's name, the process it names, and the sessions that can be seen all the same."""
-    try:
-        agentmem.open(path, model=tiny_llama())
-    except StoreLockedError as error:
-        holder = next(word for word in str(error).replace(",", " ").split() if word.isdigit())
-        with agentmem.open(path) as view:
-            print(type(error).__name__, holder, *[record.name for record in view.sessions()])
+    with agentmem.open(path, model=tiny_llama()) as store:
+        try:
+            store.resume("s")
+        except SessionLeasedError as error:
+            holder = next(word for word in str(error).replace(",", " ").split() if word.isdigit())
+            print(type(error).__name__, holder, *[record.name for record in store.sessions()])
 
 
 def open_read_only(folder):

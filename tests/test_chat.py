@@ -14,7 +14,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import agentmem
-from agentmem import ChatChange, InvalidInputError, Lint
+from agentmem import InvalidInputError, Reason
 from agentmem.testing.script import Script
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -341,7 +341,7 @@ def test_what_a_list_does_not_have_goes_on_as_a_branch(session, say):
     session.send([*messages, assistant("It is four."), user("And 3+3?")])
 
     difference = report.difference
-    assert (difference.change, difference.message) == (ChatChange.MESSAGE_CHANGED, 2)
+    assert (difference.change, difference.message) == (Reason.MESSAGE_CHANGED, 2)
     assert difference.kept_as == "main~1"
     assert session.branch("main~1").tokens == before
     assert session.branch("main~1").messages == [*messages, reply.message]
@@ -356,7 +356,7 @@ def test_a_shorter_list_asks_for_another_answer(session, say):
     session.chat(messages, **say("It is 5."))
     again = session.chat(messages, **say("It is 4."))
 
-    assert again.report.difference.change is ChatChange.SHORTENED
+    assert again.report.difference.change is Reason.SHORTER
     assert again.report.difference.message == 2
     assert again.report.num_computed == len(again.tokens)
     assert session.branch("main~1").messages[-1] == assistant("It is 5.")
@@ -365,10 +365,10 @@ def test_a_shorter_list_asks_for_another_answer(session, say):
 @pytest.mark.parametrize(
     ("change", "message", "edit"),
     [
-        (ChatChange.MESSAGE_REMOVED, 1, lambda log: [log[0], *log[3:]]),
-        (ChatChange.MESSAGE_INSERTED, 3, lambda log: [*log[:3], user("By the way"), *log[3:]]),
-        (ChatChange.MESSAGE_CHANGED, 1, lambda log: [log[0], user("What is 2+3?"), *log[2:]]),
-        (ChatChange.SYSTEM_CHANGED, 0, lambda log: log[1:]),
+        (Reason.MESSAGE_REMOVED, 1, lambda log: [log[0], *log[3:]]),
+        (Reason.MESSAGE_INSERTED, 3, lambda log: [*log[:3], user("By the way"), *log[3:]]),
+        (Reason.MESSAGE_CHANGED, 1, lambda log: [log[0], user("What is 2+3?"), *log[2:]]),
+        (Reason.SYSTEM_CHANGED, 0, lambda log: log[1:]),
     ],
 )
 def test_a_report_says_how_a_list_differs(session, change, message, edit):
@@ -392,7 +392,7 @@ def test_no_system_message_is_not_an_empty_one(open_store):
     report = without.send([{"role": "system", "content": ""}, user("Hello")])
 
     assert shared == 3
-    assert report.difference.change is ChatChange.SYSTEM_CHANGED
+    assert report.difference.change is Reason.SYSTEM_CHANGED
     assert report.difference.token == 3
     assert report.difference.old.startswith("You are a helpful AI assistant named SmolLM")
 
@@ -409,7 +409,7 @@ def test_thinking_stripped_by_the_client_is_reused_up_to_the_stripped_message(se
     assert (first.report.num_computed, len(first.tokens)) == (164 + 49 - 1, 49)
     difference = second.report.difference
     assert (second.report.num_reused, difference.token) == (164, 164)
-    assert (difference.change, difference.message) == (ChatChange.THINKING_STRIPPED, 2)
+    assert (difference.change, difference.message) == (Reason.THINKING_STRIPPED, 2)
     assert "<think>" in difference.old
     assert difference.new.startswith("The answer is 4.")
 
@@ -432,7 +432,7 @@ def test_thinking_stripped_by_the_template_is_named_too(open_store, say, templat
     second = session.chat([*messages, first.message, user("Sure?")], **say("Yes."))
 
     assert (second.report.num_reused, second.report.difference.message) == (164, 2)
-    assert second.report.difference.change is ChatChange.THINKING_STRIPPED
+    assert second.report.difference.change is Reason.THINKING_STRIPPED
 
 
 def test_appending_keeps_the_thinking_that_the_template_would_strip(open_store, say, tokenizer):
@@ -454,7 +454,7 @@ def test_strip_takes_the_thinking_out_when_the_user_speaks_again(session, say, t
     answer = template_ids([*messages, assistant("The answer is 4."), user("Sure?"), assistant("Yes.")])
     assert session.active.tokens == answer[:-1]
     assert second.report.num_reused == 164
-    assert second.report.difference.change is ChatChange.THINKING_STRIPPED
+    assert second.report.difference.change is Reason.THINKING_STRIPPED
     assert (second.report.difference.message, second.report.difference.kept_as) == (2, "main~1")
     assert "<think>" in session.branch("main~1").text
 
@@ -467,7 +467,7 @@ def test_strip_of_a_list_asks_nothing_of_the_client(session, say):
 
     assert [reply.report.difference.message for reply in (second, third)] == [2, 4]
     assert "<think>" not in session.active.text
-    assert third.report.difference.change is ChatChange.THINKING_STRIPPED
+    assert third.report.difference.change is Reason.THINKING_STRIPPED
 
 
 def test_thinking_before_a_tools_answer_stays_until_the_user_speaks(session, say):
@@ -494,11 +494,11 @@ def test_a_clock_in_the_system_message_is_pointed_at(session, say, caplog):
     second = session.chat(clocked("02", user("Hello"), first.message, user("Go on")), **say("Well."))
 
     difference, (finding,) = second.report.difference, second.report.lint
-    assert (difference.change, difference.message) == (ChatChange.SYSTEM_CHANGED, 0)
+    assert (difference.change, difference.message) == (Reason.SYSTEM_CHANGED, 0)
     assert difference.token == second.report.num_reused < 30
     assert difference.old.startswith("Current time: 2026-09-01 12:00:01")
     assert difference.new.startswith("Current time: 2026-09-01 12:00:02")
-    assert (finding.lint, finding.message) == (Lint.SYSTEM_CHANGED, 0)
+    assert (finding.lint, finding.message) == (Reason.SYSTEM_CHANGED, 0)
     assert "12:00:02" in finding.text
     assert "12:00:01" in finding.old_text
     assert "last" in finding.advice
@@ -521,7 +521,7 @@ def test_a_text_that_changes_every_time_is_found_wandering(session, say):
 
     reports = [session.send(log(nonce)) for nonce in ("ab12", "cd34", "ef56")]
 
-    assert [[finding.lint for finding in report.lint] for report in reports] == [[], [], [Lint.WANDERING]]
+    assert [[finding.lint for finding in report.lint] for report in reports] == [[], [], [Reason.WANDERING]]
     (finding,) = reports[2].lint
     assert finding.message == 1
     assert "ef56" in finding.text
@@ -534,7 +534,7 @@ def test_tool_json_dumped_with_sorted_keys_is_named_in_a_list(session, say):
     session.chat([SYSTEM, user("Edit a.py")], **say(emitted))
     report = session.send([SYSTEM, user("Edit a.py"), assistant(dumped), {"role": "tool", "content": "done"}])
 
-    assert (report.difference.change, report.difference.message) == (ChatChange.JSON_REORDERED, 2)
+    assert (report.difference.change, report.difference.message) == (Reason.JSON_REORDERED, 2)
     assert '{"path"' in report.difference.old
     assert '{"dry"' in report.difference.new
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LogitsProcessorList, PreTrainedTokenizerFast
 
 import agentmem
-from agentmem import ChatChange, InvalidInputError, Lint
+from agentmem import InvalidInputError, Reason
 from agentmem.testing.script import Script
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -262,7 +262,7 @@ def test_a_changed_message_is_found_in_every_template(open_session, name):
     session.send(log)
     report = session.send([*log[:2], user("And 4+4?"), *log[3:]])
 
-    assert (report.difference.change, report.difference.message) == (ChatChange.MESSAGE_CHANGED, 2)
+    assert (report.difference.change, report.difference.message) == (Reason.MESSAGE_CHANGED, 2)
     assert "3+3" in report.difference.old
     assert "4+4" in report.difference.new
 
@@ -296,7 +296,7 @@ def test_qwen3_thinking_stays_until_the_client_sends_the_list(open_session):
     sent = session.send([user("What is 2+2?"), first.message, user("Sure?"), appended.message, user("Really?")])
 
     assert appended.report.difference is None
-    assert (sent.difference.change, sent.difference.message) == (ChatChange.THINKING_STRIPPED, 1)
+    assert (sent.difference.change, sent.difference.message) == (Reason.THINKING_STRIPPED, 1)
     assert session.active.text == rendered(tokenizer, session.active.messages)
 
 
@@ -309,7 +309,7 @@ def test_qwen3_without_thinking_puts_an_empty_block_into_the_header(open_session
 
     assert session.branch("main~1").text.count("<think>\n\n</think>\n\n") == 2
     assert second.report.difference is None
-    assert sent.difference.change is ChatChange.THINKING_STRIPPED
+    assert sent.difference.change is Reason.THINKING_STRIPPED
 
 
 def test_qwen3_thinking_that_was_sent_is_stripped_as_well(open_session):
@@ -320,7 +320,7 @@ def test_qwen3_thinking_that_was_sent_is_stripped_as_well(open_session):
     report = session.send(user("Sure?"), thinking="strip")
 
     assert "<think>\ntwo and two\n</think>\n\nIt is 4." in rewritten
-    assert (report.difference.change, report.difference.message) == (ChatChange.THINKING_STRIPPED, 1)
+    assert (report.difference.change, report.difference.message) == (Reason.THINKING_STRIPPED, 1)
     assert session.active.messages == [user("What is 2+2?"), assistant("It is 4."), user("Sure?")]
     assert "two and two" not in session.active.text
 
@@ -351,7 +351,7 @@ def test_tools_are_part_of_the_beginning(open_session):
 
     assert same.difference is None
     assert left.difference is None
-    assert (changed.difference.change, changed.difference.message) == (ChatChange.TOOLS_CHANGED, 0)
+    assert (changed.difference.change, changed.difference.message) == (Reason.TOOLS_CHANGED, 0)
     assert '"look"' in session.branch("main~1").text
     assert '"list"' in session.active.text
     assert session.active.messages == [*before, user("All?")]
@@ -420,8 +420,8 @@ def test_another_template_is_named(store_path, tiny_chat):
         appended = session.send(assistant("Well."))
         listed = session.send([*log, assistant("Well.")])
 
-    assert [finding.lint for finding in appended.lint] == [Lint.TEMPLATE_CHANGED]
-    assert listed.difference.change is ChatChange.TEMPLATE_CHANGED
+    assert [finding.lint for finding in appended.lint] == [Reason.TEMPLATE_CHANGED]
+    assert listed.difference.change is Reason.TEMPLATE_CHANGED
 
 
 # -- a tokenizer of another make

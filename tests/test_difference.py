@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentmem.explain.difference import Change, common_prefix, compare
+from agentmem.explain.difference import common_prefix, compare
 from agentmem.kv.hashing import pack_tokens
+from agentmem.reasons import Reason
 
 STORED = list(range(100, 300))
 FAST_S = 1.0
@@ -34,19 +35,19 @@ def numbers(found):
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
-        (STORED, (Change.IDENTICAL, 200, 0, 0, 0, 0)),
-        ([*STORED, 7, 8], (Change.EXTENDS, 200, 0, 0, 0, 0)),
-        (STORED[:150], (Change.SHORTER, 150, 0, 0, 0, 0)),
-        ([*STORED[:50], 7, 8, *STORED[50:]], (Change.INSERTED, 50, 0, 2, 150, 1)),
-        ([7, *STORED], (Change.INSERTED, 0, 0, 1, 200, 1)),
-        ([*STORED[:50], *STORED[57:]], (Change.REMOVED, 50, 7, 0, 143, 1)),
-        (STORED[1:], (Change.REMOVED, 0, 1, 0, 199, 1)),
-        ([*STORED[:50], 7, 8, *STORED[51:]], (Change.REPLACED, 50, 1, 2, 149, 1)),
-        ([*STORED[:50], 7, *STORED[51:90], 8, *STORED[90:], 9, 9], (Change.REPLACED, 50, 1, 1, 149, 2)),
-        ([*STORED[:195], 7], (Change.REPLACED, 195, 5, 1, 0, 1)),
-        ([*STORED[:198], 7, STORED[199]], (Change.REPLACED, 198, 1, 1, 1, 1)),
-        ([*STORED[:50], STORED[52], STORED[50], STORED[51], *STORED[53:]], (Change.REORDERED, 50, 3, 3, 147, 1)),
-        ([1, 2, 3], (Change.NOTHING_IN_COMMON, 0, 200, 3, 0, 1)),
+        (STORED, (Reason.IDENTICAL, 200, 0, 0, 0, 0)),
+        ([*STORED, 7, 8], (Reason.EXTENDS, 200, 0, 0, 0, 0)),
+        (STORED[:150], (Reason.SHORTER, 150, 0, 0, 0, 0)),
+        ([*STORED[:50], 7, 8, *STORED[50:]], (Reason.INSERTED, 50, 0, 2, 150, 1)),
+        ([7, *STORED], (Reason.INSERTED, 0, 0, 1, 200, 1)),
+        ([*STORED[:50], *STORED[57:]], (Reason.REMOVED, 50, 7, 0, 143, 1)),
+        (STORED[1:], (Reason.REMOVED, 0, 1, 0, 199, 1)),
+        ([*STORED[:50], 7, 8, *STORED[51:]], (Reason.REPLACED, 50, 1, 2, 149, 1)),
+        ([*STORED[:50], 7, *STORED[51:90], 8, *STORED[90:], 9, 9], (Reason.REPLACED, 50, 1, 1, 149, 2)),
+        ([*STORED[:195], 7], (Reason.REPLACED, 195, 5, 1, 0, 1)),
+        ([*STORED[:198], 7, STORED[199]], (Reason.REPLACED, 198, 1, 1, 1, 1)),
+        ([*STORED[:50], STORED[52], STORED[50], STORED[51], *STORED[53:]], (Reason.REORDERED, 50, 3, 3, 147, 1)),
+        ([1, 2, 3], (Reason.NOTHING_IN_COMMON, 0, 200, 3, 0, 1)),
     ],
 )
 def test_each_kind_of_change_is_told_with_its_numbers(asked, expected):
@@ -56,7 +57,7 @@ def test_each_kind_of_change_is_told_with_its_numbers(asked, expected):
 def test_an_equal_run_far_behind_a_short_rest_is_found():
     asked = [*STORED[:190], *range(1000, 1400), *STORED[190:], 7]
 
-    assert numbers(difference(STORED, asked)) == (Change.INSERTED, 190, 0, 400, 10, 1)
+    assert numbers(difference(STORED, asked)) == (Reason.INSERTED, 190, 0, 400, 10, 1)
 
 
 def test_templates_between_messages_are_no_meeting():
@@ -64,7 +65,7 @@ def test_templates_between_messages_are_no_meeting():
     stored = [*STORED[:100], *range(1000, 1100), *between, *range(2000, 2100)]
     asked = [*STORED[:100], *range(3000, 3100), *between, *range(4000, 4100)]
 
-    assert numbers(difference(stored, asked)) == (Change.REPLACED, 100, 205, 205, 0, 1)
+    assert numbers(difference(stored, asked)) == (Reason.REPLACED, 100, 205, 205, 0, 1)
 
 
 @given(st.lists(st.integers(0, 3), max_size=80), st.lists(st.integers(0, 3), max_size=80))
@@ -127,14 +128,14 @@ def test_other_tokens_of_the_same_text_are_told_from_other_text():
         ]
     )
 
-    assert numbers(difference(stored, same, decode)) == (Change.RETOKENISED, 1, 1, 2, 3, 1)
-    assert numbers(difference(stored, other, decode)) == (Change.REPLACED, 1, 1, 2, 3, 1)
+    assert numbers(difference(stored, same, decode)) == (Reason.RETOKENISED, 1, 1, 2, 3, 1)
+    assert numbers(difference(stored, other, decode)) == (Reason.REPLACED, 1, 1, 2, 3, 1)
 
 
 def test_a_border_that_text_crosses_in_one_token_is_retokenised():
     (stored, asked), decode = spelled([["Say", " a", "b"], ["Say", " abc", "d"]])
 
-    assert difference(stored, asked, decode).change is Change.RETOKENISED
+    assert difference(stored, asked, decode).change is Reason.RETOKENISED
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,12 @@ from agentmem.errors import CorruptionError, InvalidInputError, NotFoundError, R
 from agentmem.ids import BlockDigest, BlockHash, Fingerprint
 from agentmem.kv import record as record_format
 from agentmem.kv.record import Record
+from agentmem.testing.damage import overwrite
 from agentmem.testing.tier_suite import TierSuite, empty_like, make_block, make_record, same_bits
 from agentmem.tiers.base import Tier
-from agentmem.tiers.blockindex import BlockInfo, Totals
-from agentmem.tiers.disk import CHUNK_NBYTES, DiskTier
+from agentmem.tiers.blockindex import BlockInfo, Totals, count_blocks, read_sum
+from agentmem.tiers.chunks import CHUNK_NBYTES
+from agentmem.tiers.disk import DiskTier
 
 MISSING = BlockDigest(bytes(32))
 
@@ -75,7 +77,7 @@ def damage(environment: Environment, table: Table, position: int = 2000) -> None
         assert view is not None
         stored = bytearray(view)
         stored[position % len(stored)] ^= 0x10
-        txn.put_raw(table, [(key, stored)])
+        overwrite(txn, table, key, stored)
 
     environment.submit(flip).result(20)
 
@@ -390,3 +392,62 @@ def test_block_ids_are_not_used_twice(disk: DiskTier, environment: Environment) 
 
     assert info(disk, environment, second.digest).block_id > first_id
     assert disk.stats().num_blocks == 1
+
+
+# ---- several handles
+
+
+def test_two_handles_see_each_other_s_blocks_and_removals(environment: Environment) -> None:
+    first, second = DiskTier(environment), DiskTier(environment)
+    records = [make_record(seed) for seed in range(4)]
+    first.store(records[:2]).result(20)
+    assert first.contains_many([record.digest for record in records]) == [True, True, False, False]
+
+    second.store(records[2:]).result(20)
+    assert first.contains_many([record.digest for record in records]) == [True, True, True, True]
+    assert [first.find(record.block_hash) for record in records] == [record.digest for record in records]
+
+    second.remove(records[0].digest)
+    first.remove(records[3].digest)
+    second.store([records[3]]).result(20)
+    for tier in (first, second, DiskTier(environment)):
+        assert tier.contains_many([record.digest for record in records]) == [False, True, True, True]
+        assert tier.find(records[0].block_hash) is None
+        assert tier.find(records[3].block_hash) == records[3].digest
+
+
+def test_a_handle_asks_for_nothing_while_it_writes_alone(environment: Environment, disk: DiskTier) -> None:
+    disk.store([make_record(1)]).result(20)
+    disk.contains(MISSING)
+    environment.submit(lambda txn: txn.put(Table.NODES, b"key", b"somebody else's")).result(20)
+    disk.store([make_record(2)]).result(20)
+    disk.remove(make_record(1).digest)
+
+    with environment.read() as txn:
+        before = txn.id
+        assert not disk.contains(MISSING)
+
+    assert disk._index._is_complete
+    assert before == environment.last_commit
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_the_sum_of_blocks_is_that_of_the_rows_and_counted_again_when_it_is_lost(
+    environment: Environment, disk: DiskTier, is_lost: bool
+) -> None:
+    records = [make_record(seed) for seed in range(5)]
+    disk.store(records).result(20)
+    disk.store(records[:2]).result(20)
+    disk.mark_damaged(records[1].digest)
+    disk.store([records[1]]).result(20)
+    disk.remove(records[2].digest)
+    if is_lost:
+        environment.submit(lambda txn: txn.delete(Table.META, b"blocks")).result(20)
+    disk.store([make_record(9)]).result(20)
+
+    with environment.read() as txn:
+        found, counted = read_sum(txn), count_blocks(txn)
+        assert found.totals == counted.totals == disk.stats()
+        assert found.totals.num_blocks == 5
+        assert found.next_id == counted.next_id
+    assert disk.contains_many([record.digest for record in records]) == [True, True, False, True, True]

@@ -22,6 +22,7 @@ BLOCK = re.compile(
     r"(?:^<!-- not run: (?P<reason>[^>]+) -->\n+)?^```(?P<kind>python|console)\n(?P<text>.*?)^```",
     re.MULTILINE | re.DOTALL,
 )
+TEST = re.compile(r"`(?P<file>tests/\w[\w/]*\.py)(?:::(?P<name>\w+))?`")
 LINK = re.compile(r"\]\((?!https?:|mailto:|#)(?P<path>[^)#\s]+)(?:#[^)\s]*)?\)")
 
 
@@ -126,6 +127,19 @@ def test_every_link_of_a_document_leads_to_a_file(path):
     links = [match["path"] for match in LINK.finditer(path.read_text(encoding="utf-8"))]
 
     assert [link for link in links if not (path.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_every_test_that_a_document_names_exists(path):
+    named = TEST.findall(path.read_text(encoding="utf-8"))
+
+    missing = [f"{file}::{name}" for file, name in named if not (ROOT / file).exists() or not has_test(file, name)]
+
+    assert missing == []
+
+
+def has_test(file, name):
+    return not name or f"def {name}(" in (ROOT / file).read_text(encoding="utf-8")
 
 
 def test_every_public_name_is_in_the_api_document():

@@ -24,8 +24,8 @@ from agentmem.branch import Branch
 from agentmem.errors import AlreadyExistsError, CapacityError, InvalidInputError, NotFoundError, UnsupportedModelError
 from agentmem.gc import collect
 from agentmem.marks import Mark, MarkKind
+from agentmem.reasons import Reason
 from agentmem.session import Session
-from agentmem.stats import Reason
 from agentmem.store import Store
 from agentmem.testing.models import tiny_model
 from agentmem.testing.recipes import RECIPES, SHAPE

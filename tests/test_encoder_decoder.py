@@ -11,7 +11,7 @@ from transformers import GenerationMixin
 
 import agentmem
 from agentmem.errors import InvalidInputError, UnsupportedModelError
-from agentmem.stats import Reason
+from agentmem.reasons import Reason
 from agentmem.testing.models import tiny_model
 
 CONFIG = agentmem.Config(block_size=16, prefill_chunk_tokens=16)

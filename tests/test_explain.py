@@ -13,14 +13,12 @@ import torch
 import agentmem
 from agentmem._lmdb import Environment, Level, Table
 from agentmem.errors import InvalidInputError
-from agentmem.explain.difference import Change
 from agentmem.explain.lines import Line, Lines
 from agentmem.explain.recorded import RecordedKv, RecordedLibrary
-from agentmem.explain.reuse import Limit
 from agentmem.explain.search import explain
 from agentmem.ids import BlockDigest, BlockHash, CheckpointId, Fingerprint, SessionId
 from agentmem.kv.hashing import pack_tokens, unpack_tokens
-from agentmem.stats import Reason
+from agentmem.reasons import Reason
 from agentmem.testing.models import tiny_model
 from agentmem.tiers.blockindex import BlockInfo
 from agentmem.tree.catalog import Catalog
@@ -102,17 +100,17 @@ def flip(environment, info):
 @pytest.mark.parametrize(
     ("prompt", "expected"),
     [
-        (TOKENS, (Change.IDENTICAL, None, 0, 0, 0)),
-        ([*TOKENS, 1, 2], (Change.EXTENDS, None, 0, 0, 0)),
-        (TOKENS[:130], (Change.SHORTER, None, 0, 0, 0)),
-        (TOKENS[:100], (Change.IDENTICAL, None, 0, 0, 0)),
-        ([*TOKENS[:100], 1, 2], (Change.EXTENDS, None, 0, 0, 0)),
-        ([*TOKENS[:40], 1, 2, *TOKENS[40:]], (Change.INSERTED, 40, 0, 2, 110)),
-        ([*TOKENS[:40], *TOKENS[45:], 1], (Change.REMOVED, 40, 5, 0, 105)),
-        ([*TOKENS[:40], 1, *TOKENS[41:60]], (Change.REPLACED, 40, 1, 1, 19)),
-        ([*TOKENS[:40], 1, 2, 3], (Change.REPLACED, 40, 110, 3, 0)),
-        ([*TOKENS[:40], TOKENS[41], TOKENS[40], *TOKENS[42:]], (Change.REORDERED, 40, 2, 2, 108)),
-        ([1, 2, 3], (Change.NOTHING_IN_COMMON, 0, 150, 3, 0)),
+        (TOKENS, (Reason.IDENTICAL, None, 0, 0, 0)),
+        ([*TOKENS, 1, 2], (Reason.EXTENDS, None, 0, 0, 0)),
+        (TOKENS[:130], (Reason.SHORTER, None, 0, 0, 0)),
+        (TOKENS[:100], (Reason.IDENTICAL, None, 0, 0, 0)),
+        ([*TOKENS[:100], 1, 2], (Reason.EXTENDS, None, 0, 0, 0)),
+        ([*TOKENS[:40], 1, 2, *TOKENS[40:]], (Reason.INSERTED, 40, 0, 2, 110)),
+        ([*TOKENS[:40], *TOKENS[45:], 1], (Reason.REMOVED, 40, 5, 0, 105)),
+        ([*TOKENS[:40], 1, *TOKENS[41:60]], (Reason.REPLACED, 40, 1, 1, 19)),
+        ([*TOKENS[:40], 1, 2, 3], (Reason.REPLACED, 40, 110, 3, 0)),
+        ([*TOKENS[:40], TOKENS[41], TOKENS[40], *TOKENS[42:]], (Reason.REORDERED, 40, 2, 2, 108)),
+        ([1, 2, 3], (Reason.NOTHING_IN_COMMON, 0, 150, 3, 0)),
     ],
 )
 def test_each_kind_of_change_is_told_with_its_numbers(session, prompt, expected):
@@ -126,7 +124,7 @@ def test_each_kind_of_change_is_told_with_its_numbers(session, prompt, expected)
 def test_the_branch_that_goes_furthest_is_the_match(session):
     found = session.explain([*TOKENS[:100], *OTHERS[:30], 1, *OTHERS[31:]])
 
-    assert numbers(found) == (Change.REPLACED, 130, 1, 1, 29)
+    assert numbers(found) == (Reason.REPLACED, 130, 1, 1, 29)
     assert (found.match.branch, found.match.num_tokens) == ("other", 160)
     assert found.match.checkpoint_id == next(c for c in session.checkpoints if c.message == "plan").checkpoint_id
 
@@ -153,13 +151,13 @@ def test_a_dropped_branch_is_still_a_match(session):
     found = session.explain([*TOKENS[:100], *OTHERS[:30]])
 
     assert (found.match.branch, found.match.num_tokens, found.num_equal) == (None, 160, 130)
-    assert numbers(found) == (Change.SHORTER, None, 0, 0, 0)
+    assert numbers(found) == (Reason.SHORTER, None, 0, 0, 0)
 
 
 def test_an_empty_session_has_nothing_in_common(store):
     found = store.create("empty").explain([1, 2, 3])
 
-    assert numbers(found) == (Change.NOTHING_IN_COMMON, 0, 0, 0, 0)
+    assert numbers(found) == (Reason.NOTHING_IN_COMMON, 0, 0, 0, 0)
     assert (found.num_to_compute, found.num_to_compute_fresh, found.new_tokens) == (3, 3, (1, 2, 3))
 
 
@@ -184,7 +182,7 @@ def test_what_is_no_prompt_of_the_model_is_refused(session, content):
 def test_a_fork_reuses_each_token_and_an_empty_branch_whole_blocks(session):
     found = session.explain([*TOKENS[:107], 1, *TOKENS[108:]])
 
-    assert reuse(found) == (107, 107, 96, Limit.NONE)
+    assert reuse(found) == (107, 107, 96, Reason.COMPLETE)
     assert (found.num_to_compute, found.num_to_compute_fresh, found.num_recomputed) == (43, 54, 42)
 
 
@@ -193,7 +191,7 @@ def test_what_is_pending_is_not_reusable(session):
 
     found = session.explain([*TOKENS, *OTHERS[:50]])
 
-    assert reuse(found) == (200, 149, 144, Limit.PENDING)
+    assert reuse(found) == (200, 149, 144, Reason.PENDING)
     assert found.num_recomputed == 51
 
 
@@ -201,15 +199,15 @@ def test_sessions_share_whole_blocks(store, session):
     found = store.create("new").explain([*TOKENS[:107], 1, *TOKENS[108:]])
 
     assert (found.match.session, found.match.branch, found.match.is_own) == ("task", "main", False)
-    assert reuse(found) == (107, 96, 96, Limit.WHOLE_BLOCKS)
-    assert numbers(found) == (Change.REPLACED, 107, 1, 1, 42)
+    assert reuse(found) == (107, 96, 96, Reason.WHOLE_BLOCKS)
+    assert numbers(found) == (Reason.REPLACED, 107, 1, 1, 42)
 
 
 def test_another_session_with_less_than_a_block_in_common_is_named_too(store, session):
     found = store.create("new").explain([*TOKENS[:7], 1, *TOKENS[7:]])
 
     assert (found.match.session, found.num_equal, found.num_reusable) == ("task", 7, 0)
-    assert numbers(found) == (Change.INSERTED, 7, 0, 1, 143)
+    assert numbers(found) == (Reason.INSERTED, 7, 0, 1, 143)
 
 
 def test_a_tenant_learns_nothing_of_anothers_tokens(store_path, store, session, llama):
@@ -225,7 +223,7 @@ def test_another_block_size_is_told(store_path, store, session, llama):
     with agentmem.open(store_path, model=llama, config=agentmem.Config(block_size=32)) as other:
         found = other.resume("task").explain(TOKENS)
 
-    assert reuse(found) == (150, 0, 0, Limit.FOREIGN_BLOCK_SIZE)
+    assert reuse(found) == (150, 0, 0, Reason.FOREIGN_BLOCK_SIZE)
     assert "Config.block_size" in found.advice
 
 
@@ -234,7 +232,7 @@ def test_another_model_is_told(store_path, store, session):
     with agentmem.open(store_path, model=tiny_model("llama", seed=1), config=CONFIG) as other:
         found = other.resume("task").explain(TOKENS)
 
-    assert reuse(found) == (150, 0, 0, Limit.FOREIGN_MODEL)
+    assert reuse(found) == (150, 0, 0, Reason.FOREIGN_MODEL)
     assert found.num_recomputed == 150
 
 
@@ -247,7 +245,7 @@ def test_lost_blocks_are_told(store_path, store, session, llama):
     with agentmem.open(store_path, model=llama, config=CONFIG) as other:
         found = other.resume("task", branch="other").explain(TOKENS, branch="main")
 
-    assert reuse(found) == (150, 0, 0, Limit.MISSING)
+    assert reuse(found) == (150, 0, 0, Reason.MISSING)
 
 
 def test_damaged_blocks_are_told_once_they_were_read(store_path, store, session, llama):
@@ -258,7 +256,7 @@ def test_damaged_blocks_are_told_once_they_were_read(store_path, store, session,
     with agentmem.open(store_path, model=llama, config=CONFIG) as other:
         found = other.resume("task", branch="main").explain(TOKENS)
 
-    assert reuse(found) == (150, 0, 0, Limit.DAMAGED)
+    assert reuse(found) == (150, 0, 0, Reason.DAMAGED)
 
 
 def test_kv_that_never_reached_the_disk_is_told(store_path, tmp_path, llama):
@@ -272,7 +270,7 @@ def test_kv_that_never_reached_the_disk_is_told(store_path, tmp_path, llama):
     with agentmem.open(tmp_path / "copy", model=llama, config=config) as store:
         found = store.resume("task").explain(TOKENS)
 
-    assert reuse(found) == (150, 0, 0, Limit.NOT_SAVED)
+    assert reuse(found) == (150, 0, 0, Reason.NOT_SAVED)
 
 
 def test_a_model_with_layer_states_goes_on_from_the_nearest_one(store_path):
@@ -284,7 +282,7 @@ def test_a_model_with_layer_states_goes_on_from_the_nearest_one(store_path):
         prompt = [*TOKENS[:130], 1, *TOKENS[131:]]
         found = session.explain(prompt)
 
-        assert reuse(found) == (130, 100, 100, Limit.NO_STATE)
+        assert reuse(found) == (130, 100, 100, Reason.NO_STATE)
         assert found.num_recomputed == 30 + 19
         assert fed_going_on(session, prompt, found) == found.num_to_compute == 50
 
@@ -299,7 +297,7 @@ def test_a_longer_prompt_in_another_rotary_regime_reuses_nothing(store_path):
         session.checkpoint()
         found = session.explain(tokens)
 
-        assert reuse(found) == (border - 10, 0, 0, Limit.REGIME)
+        assert reuse(found) == (border - 10, 0, 0, Reason.REGIME)
         assert fed_going_on(session, tokens, found) == found.num_to_compute == len(tokens)
 
 
@@ -309,7 +307,7 @@ def test_kv_that_an_edit_moved_is_never_exact(store, session):
 
     found = edited.explain([*prompt, 1])
 
-    assert reuse(found) == (130, 40, 32, Limit.APPROXIMATE)
+    assert reuse(found) == (130, 40, 32, Reason.APPROXIMATE)
     assert found.match.branch == "edited"
     assert fed_fresh(store, [*prompt, 1]) == found.num_to_compute_fresh == 131 - 32
 
@@ -326,13 +324,9 @@ def test_an_image_is_reused_as_a_whole(store_path):
         behind = [*tokens[:40], 1, *tokens[41:]]
         inside, found = session.explain([*tokens[:25], 1, 2, 3]), session.explain(behind)
 
-        assert reuse(inside) == (25, start, BLOCK, Limit.MEDIA)
-        assert reuse(found) == (40, 40, 2 * BLOCK, Limit.NONE)
+        assert reuse(inside) == (25, start, BLOCK, Reason.WITHIN_MEDIA)
+        assert reuse(found) == (40, 40, 2 * BLOCK, Reason.COMPLETE)
         assert fed_going_on(session, behind, found) == found.num_to_compute
-
-
-def test_every_reason_of_a_report_is_a_limit_too():
-    assert [reason for reason in Reason if reason is not Reason.COMPLETE and reason not in list(Limit)] == []
 
 
 def test_every_kind_and_limit_has_its_advice(session):
@@ -486,7 +480,7 @@ def test_a_clock_in_the_system_prompt_is_shown_as_text(chat):
 
     found = chat.explain(CLOCK_TEXT.replace("00:01", "00:02"))
 
-    assert numbers(found)[:4] == (Change.REPLACED, 11, 1, 1)
+    assert numbers(found)[:4] == (Reason.REPLACED, 11, 1, 1)
     assert (found.context_text, found.old_text, found.new_text) == (" 12:00:0", "1", "2")
     assert found.num_recomputed == found.num_equal_after == found.num_tokens - 12
 
@@ -500,7 +494,7 @@ def test_ids_that_text_gives_another_way_are_retokenised(chat):
 
     found = chat.explain([*start, *rendered])
 
-    assert numbers(found) == (Change.RETOKENISED, 4, 1, 2, 2)
+    assert numbers(found) == (Reason.RETOKENISED, 4, 1, 2, 2)
     assert "sampled" in found.advice
 
 
@@ -510,7 +504,7 @@ def test_tool_json_with_its_keys_in_another_order_is_reordered(chat):
 
     found = chat.explain("Call: " + json.dumps(call, sort_keys=True))
 
-    assert (found.change, found.num_equal, found.first_difference) == (Change.REORDERED, 3, 3)
+    assert (found.change, found.num_equal, found.first_difference) == (Reason.REORDERED, 3, 3)
 
 
 def test_messages_are_rendered_through_the_template(chat):
@@ -521,7 +515,7 @@ def test_messages_are_rendered_through_the_template(chat):
     found = chat.explain(messages)
 
     assert prompt.num_tokens == found.num_tokens
-    assert found.change is Change.IDENTICAL
+    assert found.change is Reason.IDENTICAL
 
 
 # -- records
@@ -597,7 +591,7 @@ def test_a_long_prompt_against_many_checkpoints_takes_less_than_a_second_of_one_
             found = explain(prompt, RecordedLibrary(txn, catalog, "many", None))
         elapsed_s = time.process_time() - started_s
 
-    assert (found.num_tokens, found.num_equal, found.change) == (100_000, 90_040, Change.REPLACED)
+    assert (found.num_tokens, found.num_equal, found.change) == (100_000, 90_040, Reason.REPLACED)
     assert elapsed_s < 1.0
 
 

@@ -13,6 +13,7 @@ import agentmem
 from agentmem._lmdb import Environment, Table
 from agentmem.cli import main
 from agentmem.testing import models
+from agentmem.testing.damage import overwrite
 
 TEXT = "Current time: 12:00:01. You fix failing tests." + " Read the log and change as little as you can." * 9
 CONFIG = agentmem.Config(block_size=16)
@@ -124,7 +125,7 @@ def test_programs_read_one_document_with_fixed_keys(ask, write, store, ids):
 
     assert set(found) == KEYS
     assert set(found["match"]) == {"session", "branch", "checkpoint_id", "num_tokens", "is_own"}
-    assert (found["change"], found["limit"], found["num_equal"]) == ("replaced", "none", 11)
+    assert (found["change"], found["limit"], found["num_equal"]) == ("replaced", "complete", 11)
 
 
 def test_it_tells_what_an_open_store_tells(ask, write, store, ids, tiny_chat):
@@ -174,7 +175,7 @@ def test_blocks_under_a_salt_are_found_through_the_session_that_has_them(ask, ru
     other = ask(store, "new", "--tokens", prompt)
     _, _, notices = run(store, "salted", "--tokens", prompt)
 
-    assert (own["num_reusable"], own["num_reusable_fresh"], own["limit"]) == (40, 32, "none")
+    assert (own["num_reusable"], own["num_reusable_fresh"], own["limit"]) == (40, 32, "complete")
     assert (other["match"]["session"], other["num_equal"], other["num_reusable"]) == ("salted", 40, 0)
     assert other["limit"] == "foreign-salt"
     assert "stored under a salt" in notices
@@ -230,7 +231,7 @@ def test_a_damaged_branch_is_passed_over_and_told(tmp_path, run, write, store, i
     with Environment.open(copy) as environment:
         with environment.read() as txn:
             key = next(key for key, _ in txn.scan_each(Table.NODES))
-        environment.submit(lambda txn: txn.put_raw(Table.NODES, [(key, b"12345678damaged")])).result()
+        environment.submit(lambda txn: overwrite(txn, Table.NODES, key, b"12345678damaged")).result()
     with agentmem.open(copy) as view:
         names = [record.name for record in view.sessions()]
 

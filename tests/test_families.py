@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import agentmem
 from agentmem.errors import UnsupportedModelError
-from agentmem.stats import Reason
+from agentmem.reasons import Reason
 from agentmem.testing.models import tiny_model
 from agentmem.testing.recipes import WINDOW
 

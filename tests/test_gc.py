@@ -15,6 +15,7 @@ from agentmem.check import check
 from agentmem.errors import NotFoundError, ReadOnlyError, StoreLockedError
 from agentmem.ids import BlockHash, CheckpointId, Fingerprint, SessionId
 from agentmem.kv import record
+from agentmem.testing.damage import overwrite
 from agentmem.tiers.disk import DiskTier
 from agentmem.tree import refs, rows
 from agentmem.tree.catalog import Catalog
@@ -110,7 +111,7 @@ class Store:
         with self.environment.read() as txn:
             value = bytearray(txn.get_view(table, key))
         value[flip] ^= 1
-        self.do(lambda txn: txn.put_raw(table, [(key, value)]))
+        self.do(lambda txn: overwrite(txn, table, key, value))
 
 
 @pytest.fixture
@@ -244,7 +245,7 @@ def test_a_checkpoint_that_is_named_again_stays(store):
 
 def test_what_is_named_again_between_plan_and_removal_stays(store):
     tip = store.checkpoint()
-    sweep = gc._Sweep(store.environment, store.catalog, store.disk, before_s=store.now_s)
+    sweep = gc._Sweep(store.environment, store.catalog, store.disk, gc.NOTHING_SPARED, before_s=store.now_s)
     sweep.plan()
     assert len(sweep.due) == 1
 

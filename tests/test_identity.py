@@ -15,7 +15,7 @@ import agentmem
 from agentmem.adapters.transformers.fingerprint import model_fingerprint
 from agentmem.adapters.transformers.geometry import derive_spec
 from agentmem.errors import UnsupportedModelError
-from agentmem.stats import Reason
+from agentmem.reasons import Reason
 from agentmem.testing.models import tiny_model
 
 TOKENS = [(13 * index + 1) % 512 for index in range(300)]

@@ -6,7 +6,7 @@ import torch
 import agentmem
 from agentmem._lmdb import Environment, Level, Table
 from agentmem.errors import CapacityError
-from agentmem.stats import Reason
+from agentmem.reasons import Reason
 from agentmem.testing.models import tiny_model
 
 CONFIG = agentmem.Config(block_size=16)

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 import agentmem
 from agentmem.errors import InvalidInputError, SpecMismatchError, StaleCacheError
-from agentmem.stats import Reason
+from agentmem.reasons import Reason
 from agentmem.testing.models import tiny_model
 
 CONFIG = agentmem.Config(block_size=16)

@@ -14,12 +14,14 @@ from agentmem.feed import BranchFeed
 from agentmem.kv import record as record_format
 from agentmem.kv.hashing import chain_hash, content_digest, root_hash
 from agentmem.kv.record import pack, read_meta, section_sums, unpack
+from agentmem.reasons import Reason
 from agentmem.runtime import Runtime
 from agentmem.state import BranchState
-from agentmem.stats import Counters, Reason
+from agentmem.stats import Counters
 from agentmem.tiers.blockstore import BlockStore
+from agentmem.tiers.chunks import CHUNK_NBYTES
 from agentmem.tiers.device import DeviceTier, Workspace, empty_sections
-from agentmem.tiers.disk import CHUNK_NBYTES, DiskTier
+from agentmem.tiers.disk import DiskTier
 from agentmem.tiers.host import HostTier
 from agentmem.tiers.identity import Identity
 from agentmem.tiers.media import MediaStore
@@ -275,7 +277,7 @@ def test_12_the_model_goes_on_from_the_restored_block_as_if_it_had_never_left(ll
 # -- the order of writing
 
 
-def test_a_checkpoint_is_not_written_when_one_of_its_blocks_is_not(llama, store_path):
+def test_a_checkpoint_saves_a_block_again_that_was_removed_before_it_was_named(llama, store_path):
     with agentmem.open(store_path, model=llama) as store:
         session = store.create("s")
         session.forward(TOKENS)
@@ -284,15 +286,12 @@ def test_a_checkpoint_is_not_written_when_one_of_its_blocks_is_not(llama, store_
         digest = session.active._entry.state.blocks[0].digest
         disk.remove(digest)
 
-        with pytest.raises(agentmem.NotFoundError):
-            session.checkpoint("names a block that is gone")
-        with store.environment.read() as txn:
-            stored = store.catalog.checkpoints(txn, session.ledger.record.session_id, [])
+        checkpoint = session.checkpoint("names a block that was gone")
 
-        assert stored == []
-        assert session.active.tip is None
-        session.active._entry.state.truncate_kv(0)  # let it be computed again, so that the store can be closed
-        session.checkpoint("whole")
+        assert checkpoint.blocks[0].digest == digest
+        assert disk.contains(digest)
+        assert store.stats()["blocks_saved_again"] == 1
+        assert store.stats()["tokens_fed"] == len(TOKENS)
 
 
 def test_a_block_that_nobody_names_may_exist_and_gc_takes_it(llama, store_path):

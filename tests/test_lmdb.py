@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from agentmem._lmdb import Environment, Level, Table, WriteTransaction
 from agentmem._lmdb.transaction import _after_prefix
 from agentmem.errors import ClosedError, CorruptionError, InvalidInputError, ReadOnlyError
+from agentmem.testing.damage import flip, overwrite
 
 ROOT = Path(__file__).parent.parent
 
@@ -83,18 +84,11 @@ def test_a_deleted_row_is_gone(environment: Environment) -> None:
     assert get(environment, b"key") is None
 
 
-@pytest.mark.parametrize("position", [0, 7, 8, 12])
+@pytest.mark.parametrize("position", [0, 7, 8, 15, 16, 20])
 def test_a_changed_byte_is_corruption_that_names_table_and_key(environment: Environment, position: int) -> None:
     put(environment, b"key", b"value").result(20)
 
-    def flip(txn: WriteTransaction) -> None:
-        view = txn.get_view(Table.NODES, b"key")
-        assert view is not None
-        stored = bytearray(view)
-        stored[position] ^= 1
-        txn.put_raw(Table.NODES, [(b"key", stored)])
-
-    environment.submit(flip).result(20)
+    environment.submit(lambda txn: flip(txn, Table.NODES, b"key", position)).result(20)
 
     with pytest.raises(CorruptionError, match="6b6579 of table 'nodes'"):
         get(environment, b"key")
@@ -112,7 +106,7 @@ def test_a_row_in_the_place_of_another_is_corruption(environment: Environment, t
 def test_a_damaged_row_does_not_stop_scan_each(environment: Environment) -> None:
     for key in (b"a", b"b", b"c"):
         put(environment, key, key)
-    environment.submit(lambda txn: txn.put_raw(Table.NODES, [(b"b", b"too short")])).result(20)
+    environment.submit(lambda txn: overwrite(txn, Table.NODES, b"b", b"too short")).result(20)
 
     with environment.read() as txn:
         rows = dict(txn.scan_each(Table.NODES))
@@ -278,10 +272,9 @@ def test_a_read_only_handle_refuses_writes(store_path: Path) -> None:
 
 def test_the_data_file_can_be_replaced_only_without_readers(store_path: Path) -> None:
     Environment.open(store_path, create=True).close()
-    with Environment.open(store_path) as environment:
-        with environment.excluded_readers():
-            refused = run("pass", store_path)
-        taken = run("pass", store_path)
+    with Environment.open(store_path, exclusive=True):
+        refused = run("pass", store_path)
+    taken = run("pass", store_path)
 
     assert "StoreLockedError" in refused
     assert taken == ""
@@ -294,8 +287,7 @@ def test_a_copy_holds_every_row_and_less_space(store_path: Path, tmp_path: Path)
         for number in range(50):
             put(environment, b"%d" % number, bytes(2000), Level.QUEUED)
         environment.submit(lambda txn: all(txn.delete(Table.NODES, b"%d" % number) for number in range(49))).result(20)
-        with (copy / "data.mdb").open("wb") as file:
-            environment.copy_to(file.fileno())
+        environment.copy_to(copy / "data.mdb")
         assert environment.free_nbytes > 0
         assert (copy / "data.mdb").stat().st_size < environment.nbytes
 

@@ -16,7 +16,7 @@ import agentmem
 from agentmem.adapters.transformers.fingerprint import ModelIdentity, model_fingerprint
 from agentmem.adapters.transformers.geometry import derive_spec
 from agentmem.errors import InvalidInputError, UnsupportedModelError
-from agentmem.stats import Reason
+from agentmem.reasons import Reason
 from agentmem.testing.models import tiny_model
 
 # peft warns of a second adapter and of what some options mean, and asks transformers for something that it renamed.

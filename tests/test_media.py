@@ -15,7 +15,7 @@ from agentmem.adapters.transformers.fingerprint import model_fingerprint
 from agentmem.adapters.transformers.geometry import derive_spec, unchanged
 from agentmem.adapters.transformers.media import media_digest
 from agentmem.errors import InvalidInputError, NotFoundError, UnsupportedModelError
-from agentmem.stats import Reason
+from agentmem.reasons import Reason
 from agentmem.testing.models import tiny_model
 from agentmem.testing.recipes import SHAPE
 

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 
 import agentmem
 from agentmem.errors import AlreadyExistsError, CorruptionError, InvalidInputError
+from agentmem.reasons import Reason
 from agentmem.search import (
     Budget,
     NodeState,
     Sampling,
-    Stop,
     Together,
     beam,
     best_first,
@@ -114,7 +114,7 @@ def test_best_of_n_is_the_best_of_n_continuations_made_by_hand(session, fresh):
     by_hand = max((other.branch(f"{index}") for index in range(5)), key=noise)
     assert found.score == noise(by_hand)
     assert session.branch(found.best).tokens == by_hand.tokens
-    assert (found.num_steps, found.num_nodes, found.stopped, found.is_done) == (1, 6, Stop.FINISHED, False)
+    assert (found.num_steps, found.num_nodes, found.stopped, found.is_done) == (1, 6, Reason.FINISHED, False)
 
 
 def test_beam_finds_the_optimum_that_greedy_misses(session, fresh):
@@ -128,7 +128,7 @@ def test_beam_finds_the_optimum_that_greedy_misses(session, fresh):
     wide = beam(session, digits, value, width=2, is_done=is_done)
 
     assert narrow.score == 0.1
-    assert (wide.score, wide.is_done, wide.stopped) == (1.0, True, Stop.FINISHED)
+    assert (wide.score, wide.is_done, wide.stopped) == (1.0, True, Reason.FINISHED)
     assert below(session.branch(wide.best)) == [2, 3]
 
 
@@ -348,7 +348,7 @@ def test_a_search_whose_budget_is_raised_goes_on_as_if_it_had_had_it_from_the_st
 
     for steps in (0, 1, 1, 3, 5):
         found = search(session, SAMPLING, noise, children=3, budget=Budget(steps=steps))
-        assert (found.num_steps, found.stopped) == (steps, Stop.STEPS)
+        assert (found.num_steps, found.stopped) == (steps, Reason.STEP_BUDGET)
 
     assert found == whole == look(session)
     assert scores(session) == scores(other)
@@ -493,7 +493,7 @@ def test_a_child_that_scores_minus_infinity_or_gets_no_token_is_given_up(session
 def test_a_search_whose_children_all_die_ends_at_its_root(session):
     found = best_first(session, draw, lambda _branch: -math.inf, children=2, budget=Budget(steps=9))
 
-    assert (found.best, found.score, found.stopped) == ("search", -math.inf, Stop.FINISHED)
+    assert (found.best, found.score, found.stopped) == ("search", -math.inf, Reason.FINISHED)
     assert session.branches == ["main", "search"]
 
 
@@ -519,7 +519,7 @@ def test_continuations_that_expand_returns_are_a_child_each(session):
     tree = tree_of(session)
     assert [below(session.branch(f"search/{number}")) for number in (1, 2)] == [[5], [6, 7]]
     assert [node.state.value for node in tree.nodes] == ["expanded", "expanded", "expanded", "dead", "dead", "dead"]
-    assert (found.best, found.stopped) == ("search/2", Stop.FINISHED)
+    assert (found.best, found.stopped) == ("search/2", Reason.FINISHED)
 
 
 @pytest.mark.parametrize(
@@ -643,7 +643,7 @@ def test_a_function_of_the_users_stops_the_search_after_the_step_that_used_the_b
         other, draw, noise, children=2, budget=Budget(steps=9, nbytes=(len(CONTEXT) + 10) * token_nbytes)
     )
 
-    assert by_tokens.stopped is Stop.TOKENS
+    assert by_tokens.stopped is Reason.TOKEN_BUDGET
     assert 13 <= by_tokens.num_fed < 13 + 2 * 3 + 1
     assert by_nbytes.nbytes <= (len(CONTEXT) + 10) * token_nbytes < by_nbytes.peak_nbytes
 
@@ -683,7 +683,7 @@ def test_no_byte_for_a_child_ends_the_search_and_says_so(session):
 
     found = best_first(session, SAMPLING, noise, budget=Budget(steps=5, nbytes=limit))
 
-    assert (found.stopped, found.num_nodes, found.best) == (Stop.NBYTES, 1, "search")
+    assert (found.stopped, found.num_nodes, found.best) == (Reason.BYTE_BUDGET, 1, "search")
 
 
 def test_the_device_forgets_what_is_let_go_of(store, session):

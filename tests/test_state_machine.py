@@ -20,7 +20,7 @@ from agentmem._lmdb import Environment, Level, Table
 from agentmem.check import check
 from agentmem.errors import CapacityError, InvalidInputError
 from agentmem.gc import collect
-from agentmem.stats import Reason
+from agentmem.reasons import Reason
 from agentmem.testing.models import tiny_model
 from agentmem.tiers.blockindex import BlockInfo
 from agentmem.tiers.disk import DiskTier

@@ -80,7 +80,7 @@ def filled(store_path: Path) -> Path:
 
 def test_a_second_open_in_the_same_process_is_refused(filled: Path) -> None:
     with Environment.open(filled) as environment:
-        with pytest.raises(StoreLockedError, match="this very process"):
+        with pytest.raises(StoreLockedError, match=f"already open in this process, {os.getpid()} "):
             Environment.open(filled)
         with pytest.raises(StoreLockedError, match="already open in this process"):
             Environment.open(filled, read_only=True)
@@ -89,18 +89,28 @@ def test_a_second_open_in_the_same_process_is_refused(filled: Path) -> None:
     Environment.open(filled).close()
 
 
-def test_a_second_writing_process_is_refused_by_the_first_one_s_name(filled: Path) -> None:
+@pytest.mark.parametrize("kind", ["", "read_only=True", "exclusive=True"])
+def test_who_replaces_the_data_file_and_who_has_it_open_keep_each_other_out_by_name(filled: Path, kind: str) -> None:
     with start(
-        "import signal\nenv = Environment.open(path)\nprint('open', flush=True)\nsignal.pause()", filled
+        f"import signal\nenv = Environment.open(path, {kind})\nprint('open', flush=True)\nsignal.pause()", filled
     ) as other:
         assert other.stdout is not None
         other.stdout.readline()
-        with pytest.raises(StoreLockedError, match=f"process {other.pid} on "):
-            Environment.open(filled)
+        with pytest.raises(StoreLockedError, match=f"process {other.pid}\\b"):
+            Environment.open(filled, exclusive=kind != "exclusive=True")
         os.kill(other.pid, signal.SIGKILL)
         other.wait(20)
 
-    Environment.open(filled).close()
+    Environment.open(filled, exclusive=True).close()
+
+
+def test_the_name_that_a_killed_process_left_in_a_lock_is_not_believed(filled: Path) -> None:
+    with start("import os\nenv = Environment.open(path, exclusive=True)\nos._exit(0)", filled) as other:
+        other.wait(20)
+    (filled / "store.lock").read_text()
+
+    with Environment.open(filled), pytest.raises(StoreLockedError, match=f"this very process .process {os.getpid()}"):
+        FileLock.acquire(filled / "store.lock", exclusive=True)
 
 
 def test_a_lock_is_free_once_its_holder_is_dead_even_if_a_child_lives(filled: Path) -> None:
@@ -118,7 +128,7 @@ signal.pause()
         os.kill(other.pid, signal.SIGKILL)
         other.wait(20)
         try:
-            Environment.open(filled).close()
+            Environment.open(filled, exclusive=True).close()
         finally:
             os.kill(child, signal.SIGKILL)
 
@@ -127,7 +137,7 @@ def test_a_shared_lock_keeps_the_exclusive_one_out(tmp_path: Path) -> None:
     first = FileLock.acquire(tmp_path / "lock", exclusive=False)
     second = FileLock.acquire(tmp_path / "lock", exclusive=False)
 
-    with pytest.raises(StoreLockedError, match="readers"):
+    with pytest.raises(StoreLockedError, match="this very process"):
         FileLock.acquire(tmp_path / "lock", exclusive=True)
     first.release()
     second.release()

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -132,10 +133,33 @@ def test_a_crash_while_the_store_was_made_is_mended_by_the_next_create(store_pat
         assert held(environment) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_a_store_that_lost_its_data_file_is_not_taken_for_a_new_one(filled: Path, is_gone: bool) -> None:
+    (filled / "data.mdb").unlink()
+    if not is_gone:
+        (filled / "data.mdb").touch()
+
+    with pytest.raises(CorruptionError, match=r"lost its data\.mdb.*backup"):
+        Environment.open(filled, create=True)
+    assert not is_gone or not (filled / "data.mdb").exists()
+
+
+def test_an_emptied_data_file_is_not_taken_for_a_new_store(filled: Path, store_path: Path) -> None:
+    empty = store_path.parent / "empty"
+    lmdb.open(str(empty), map_size=1 << 20).close()
+    with lmdb.open(str(empty), map_size=1 << 20) as environment, environment.begin(write=True) as txn:
+        txn.put(b"k", b"v")
+        txn.delete(b"k")
+    shutil.copy(empty / "data.mdb", filled / "data.mdb")
+
+    with pytest.raises(CorruptionError, match="lost its data"):
+        Environment.open(filled, create=True)
+
+
 # ---- formats
 
 
-@pytest.mark.parametrize("change", [{"version": 9, "min_reader": 9}, {"incompat": 1}])
+@pytest.mark.parametrize("change", [{"version": 9, "min_reader": 9}, {"incompat": 1 << 31}])
 def test_a_newer_format_is_refused(filled: Path, change: dict[str, Any]) -> None:
     with Environment.open(filled) as environment:
         foreign = replace(environment.format, **change)

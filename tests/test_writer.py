@@ -215,6 +215,43 @@ def test_a_full_disk_takes_only_the_operations_that_do_not_fit(log: Log) -> None
     writer.close()
 
 
+def test_what_is_queued_on_a_full_disk_waits_for_room_in_its_order(writer: Writer[list[object]], log: Log) -> None:
+    log.failures = [StorageFullError("full")] * 2
+    queued = [queue(writer, number) for number in range(2)]
+    with pytest.raises(StorageFullError):
+        writer.submit(add("too early"), level=Level.DURABLE, nbytes=0).result(20)
+    queued.append(queue(writer, 2))
+
+    writer.flush()
+
+    assert log.rows == [0, 1, 2]
+    assert [future.result(20) for future in queued] == [0, 1, 2]
+
+
+def test_a_removal_does_not_stand_behind_what_found_no_room(writer: Writer[list[object]], log: Log) -> None:
+    log.failures = [StorageFullError("full")] * 2
+    queue(writer, "queued")
+
+    writer.submit(add("removal"), level=Level.REMOVAL, nbytes=0).result(20)
+    writer.flush()
+
+    assert log.rows == ["removal", "queued"]
+
+
+def test_close_tells_of_what_never_found_room() -> None:
+    log = Log()
+    writer = Writer(log.commit, window_s=60.0)
+    log.failures = [StorageFullError("full")] * 4
+    queued = queue(writer, "queued")
+    with pytest.raises(StorageFullError):
+        writer.flush()
+
+    with pytest.raises(StorageFullError):
+        writer.close()
+    with pytest.raises(StorageFullError):
+        queued.result(20)
+
+
 def test_a_failed_commit_fails_the_whole_group(writer: Writer[list[object]], log: Log) -> None:
     log.failures = [ReadOnlyError("broken disk")]
     relaxed = writer.submit(add(1), level=Level.RELAXED, nbytes=0)
@@ -224,14 +261,6 @@ def test_a_failed_commit_fails_the_whole_group(writer: Writer[list[object]], log
         with pytest.raises(ReadOnlyError):
             future.result(20)
     assert writer.submit(add(3), level=Level.DURABLE, nbytes=0).result(20) == 3
-
-
-def test_a_cancelled_operation_is_not_carried_out(writer: Writer[list[object]], log: Log) -> None:
-    future = queue(writer, "never")
-
-    assert future.cancel()
-    writer.flush()
-    assert log.rows == []
 
 
 def test_an_operation_may_submit_another(writer: Writer[list[object]], log: Log) -> None:

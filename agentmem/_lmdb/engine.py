@@ -2,19 +2,25 @@
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import lmdb
 import lmdb.verify
 
 from agentmem import _directory
-from agentmem._format import FORMAT_KEY, StoreFormat
-from agentmem._lmdb.transaction import Handles, ReadTransaction, Table, WriteTransaction
+from agentmem._format import FORMAT_KEY, StoreFormat, is_format_record
+from agentmem._lmdb import pages
+from agentmem._lmdb.cipher import KEY_KEY
+from agentmem._lmdb.keys import new_record
+from agentmem._lmdb.tables import Table
+from agentmem._lmdb.transaction import Handles, ReadTransaction, WriteTransaction
 from agentmem.errors import (
     AgentMemError,
     CapacityError,
     CorruptionError,
     InvalidInputError,
+    NotFoundError,
     ReadOnlyError,
     StorageFullError,
     StoreLockedError,
@@ -22,23 +28,27 @@ from agentmem.errors import (
 
 _MAX_MAP_NBYTES = 1 << 40
 _MIN_MAP_NBYTES = 1 << 28
-_MAX_VERIFY_NBYTES = 64 << 20  # about 15 ms
+_MAX_VERIFY_NBYTES = 64 << 20
+"""Up to this size a file's whole structure is verified at every opening: 140 ms per GB; `pages.unsafe` takes 6."""
+
 _NUM_VERIFY_TRIES = 3
 
 # The first line whose classes or codes match an error gives its meaning. Disk full has no line: LMDB says EIO.
 _MEANINGS: list[tuple[tuple[type[lmdb.Error], ...], set[int], type[AgentMemError], str]] = [
     (
-        (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.PanicError),
+        (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.VersionMismatchError),
         set(),
         CorruptionError,
-        "it is damaged: run `agentmem check`",
+        "it is damaged: run `agentmem check`, which says what to do",
     ),
-    ((lmdb.NotFoundError,), set(), CorruptionError, "a table is missing: run `agentmem check`"),
+    ((lmdb.PanicError,), set(), ReadOnlyError, "a write of its first page failed: close it and open it again"),
+    ((lmdb.NotFoundError,), set(), CorruptionError, "a table is missing: run `agentmem repair`"),
     ((lmdb.MapFullError, lmdb.MapResizedError), set(), StorageFullError, "the map of the file is full: remove data"),
     ((lmdb.BadValsizeError,), set(), InvalidInputError, "a key must have 1 to 511 bytes"),
     ((lmdb.ReadersFullError,), set(), CapacityError, "too many processes and threads read it at once"),
     ((lmdb.TxnFullError,), set(), CapacityError, "the operation is too large: split it"),
     ((lmdb.MemoryError,), {errno.ENOMEM}, CapacityError, "there is too little memory or address space"),
+    ((), {errno.EMFILE, errno.ENFILE}, CapacityError, "there are too many open files"),
     ((), {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}, StorageFullError, "the file system is full"),
     ((), {errno.EACCES, errno.EPERM, errno.EROFS}, ReadOnlyError, "this user may not write there"),
     ((), {errno.ENODEV, errno.ENOLCK, errno.EINVAL}, InvalidInputError, "its file system cannot map or lock files"),
@@ -49,7 +59,8 @@ def translate(error: lmdb.Error, path: Path) -> AgentMemError:
     """Return our error for LMDB's, about the store at `path`."""
     if "already open in this process" in str(error):
         return StoreLockedError(
-            f"{str(path)!r} is already open in this process (or was, when it forked): use that handle, or close it"
+            f"{str(path)!r} is already open in this process, {os.getpid()} (or was, when it forked): use that handle, "
+            f"or close it"
         )
     for classes, codes, meaning, advice in _MEANINGS:
         if isinstance(error, classes) or getattr(error, "code", None) in codes:
@@ -93,18 +104,52 @@ def open_lmdb(path: Path, *, read_only: bool) -> lmdb.Environment:
                 raise
 
 
-def initialise(env: lmdb.Environment, path: Path) -> None:
-    """Make the tables and the format record of a new store, all on disk when this returns."""
+def initialise(env: lmdb.Environment, path: Path, key: bytes | None) -> None:
+    """Make the tables and the format record of a new store, encrypted with a `key`, all on disk when this returns.
+
+    Nothing is changed when another process was first.
+
+    Raises:
+        InvalidInputError: The key has not 32 bytes, or the package `cryptography` is not installed.
+    """
+    store_format = StoreFormat.new(is_encrypted=key is not None)
+    record = None if key is None else new_record(key, store_format)
     with env.begin(write=True, buffers=True) as txn:
+        if txn.stat()["entries"]:
+            return
         handles = {table: env.open_db(table.value.encode(), txn=txn) for table in Table}
-        WriteTransaction(txn, handles).put(Table.META, FORMAT_KEY, StoreFormat.new().pack())
+        transaction = WriteTransaction(txn, handles, None)
+        transaction.put(Table.META, FORMAT_KEY, store_format.pack())
+        if record is not None:
+            transaction.put(Table.META, KEY_KEY, record)
     env.sync(True)
     _directory.sync(path)
 
 
-def is_new(env: lmdb.Environment) -> bool:
-    """Tell whether nothing was ever written: the store is being made, or a crash cut its making short."""
-    return env.stat()["entries"] == 0
+def grow_map(env: lmdb.Environment, path: Path) -> None:
+    """Make the map larger than the data file has become, for a process whose address space allowed a small one only.
+
+    Nobody may read or write meanwhile.
+
+    Raises:
+        lmdb.Error: There is no room for a larger map.
+    """
+    env.set_mapsize(max(2 * _directory.nbytes(path / _directory.DATA_FILE), env.info()["map_size"]))
+
+
+def make_if_new(env: lmdb.Environment, path: Path, key: bytes | None, *, can_create: bool) -> None:
+    """Make the store when nothing was ever written: it is being made, or a crash cut its making short.
+
+    Raises:
+        NotFoundError: It may not be made here.
+        CorruptionError: It was finished before, and has lost everything.
+    """
+    if env.stat()["entries"]:
+        return
+    _directory.check_never_made(path)
+    if not can_create:
+        raise NotFoundError(f"the store at {str(path)!r} was never finished; open it with create")
+    initialise(env, path, key)
 
 
 def open_tables(env: lmdb.Environment, path: Path) -> tuple[Handles, StoreFormat]:
@@ -117,42 +162,57 @@ def open_tables(env: lmdb.Environment, path: Path) -> tuple[Handles, StoreFormat
     """
     try:
         handles = {Table.META: env.open_db(Table.META.value.encode(), create=False)}
+        _refuse_older(env, handles[Table.META], path)
+        handles[Table.MIRROR] = env.open_db(Table.MIRROR.value.encode(), create=False)
     except lmdb.NotFoundError as error:
         raise InvalidInputError(f"{str(path)!r} is no agentmem store: its LMDB file has other tables") from error
     with env.begin(buffers=True) as txn:
-        record = ReadTransaction(txn, handles).get(Table.META, FORMAT_KEY)
+        record = ReadTransaction(txn, handles, None).get(Table.META, FORMAT_KEY)
     if record is None:
         raise InvalidInputError(f"{str(path)!r} is no agentmem store: its LMDB file has no format record")
     store_format = StoreFormat.unpack(record, repr(str(path)))
     return {table: env.open_db(table.value.encode(), create=False) for table in Table}, store_format
 
 
-def require_sound(data_file: Path, *, read_only: bool) -> None:
-    """Refuse a data file that was cut off, and a small one whose structure is damaged: LMDB would die of SIGBUS.
+def _refuse_older(env: lmdb.Environment, meta: lmdb._Database, path: Path) -> None:
+    """Refuse a store of format 1 or 2 by name: its rows have no stamps, so nothing of it can be read as rows are now.
 
-    A damaged page may give a value a length that reaches beyond the file's end; in a large file that is unlikely, and
-    the walk would take too long. A file may be short without harm: pages that were taken at its end and freed in the
-    same transaction are never written. Then it is made as long as LMDB believes it to be.
+    Raises:
+        FormatVersionError: It is one.
+    """
+    with env.begin() as txn:
+        record = (txn.get(FORMAT_KEY, db=meta) or b"")[8:]  # behind the sum of a row of that time
+    if is_format_record(record):
+        StoreFormat.unpack(record, repr(str(path)))
+
+
+def require_sound(data_file: Path, *, read_only: bool) -> None:
+    """Refuse a data file that LMDB could not read, or would die of: a SIGBUS outside of the file.
+
+    A large file is only looked at as far as that needs (pages.py). A file may be short without harm: pages that were
+    taken at its end and freed in the same transaction are never written. Then it is made as long as LMDB believes it
+    to be.
 
     Raises:
         CorruptionError: Pages that are in use are missing or damaged.
     """
     missing_nbytes = _directory.missing_nbytes(data_file)
-    if not missing_nbytes and not 0 < _directory.nbytes(data_file) <= _MAX_VERIFY_NBYTES:
+    nbytes = _directory.nbytes(data_file)
+    if not nbytes:
         return
-    problems = _verify_at_rest(data_file)
+    problems = _look_at_rest(data_file, verify if nbytes <= _MAX_VERIFY_NBYTES else pages.unsafe)
     if problems:
         cut = f", {missing_nbytes} bytes are missing at its end" if missing_nbytes else ""
-        raise CorruptionError(f"{str(data_file)!r} is damaged{cut}: {problems[0]}; restore it from a backup")
+        raise CorruptionError(f"{str(data_file)!r} is damaged{cut}: {problems[0]}; run `agentmem repair`")
     if missing_nbytes and not read_only:
-        os.truncate(data_file, _directory.nbytes(data_file) + missing_nbytes)
+        _directory.grow(data_file, missing_nbytes)
 
 
-def _verify_at_rest(data_file: Path) -> list[str]:
-    """Verify a file that another process may be writing: what a commit changed meanwhile is no damage."""
+def _look_at_rest(data_file: Path, look: Callable[[Path], list[str]]) -> list[str]:
+    """Look at a file that another process may be writing: what a commit changed meanwhile is no damage."""
     for _ in range(_NUM_VERIFY_TRIES):
         transaction = _directory.last_transaction(data_file)
-        problems = verify(data_file)
+        problems = look(data_file)
         if not problems or transaction == _directory.last_transaction(data_file):
             return problems
     return []

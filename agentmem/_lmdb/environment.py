@@ -1,98 +1,135 @@
 """One open store: reads at any time from any thread, writes in groups from one."""
 
 import atexit
+import contextlib
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Self, TypeVar
 
 import lmdb
 
 from agentmem import _directory
+from agentmem._future import Future
 from agentmem._lmdb import engine
+from agentmem._lmdb.gate import Gate
+from agentmem._lmdb.keys import open_cipher
+from agentmem._lmdb.quota import Quota
+from agentmem._lmdb.rewrite import copy_rows
+from agentmem._lmdb.tables import Table
 from agentmem._lmdb.transaction import ReadTransaction, WriteTransaction
-from agentmem._lock import FileLock
+from agentmem._lock import FileLock, Holders
 from agentmem._writer import MIB, Level, Operation, Outcome, Writer
-from agentmem.errors import AgentMemError, ClosedError, NotFoundError, ReadOnlyError, StorageFullError
+from agentmem.errors import AgentMemError, CapacityError, ClosedError, ReadOnlyError, StorageFullError
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-_CLOSE_TIMEOUT_S = 30.0
 
 
 class Environment:
     """One open store directory.
 
-    At most one handle of all processes writes; any number read. Handles are thread-safe; a forked child cannot use its
-    parent's.
+    Any number of processes read and write it, with one handle each: LMDB lets one group commit at a time. Handles are
+    thread-safe; a forked child cannot use its parent's.
 
     Attributes:
         path: The directory.
         format: What the store says of itself.
-        is_read_only: The handle cannot write, by its opening or since a write failed.
+        cipher: Puts records into boxes and takes them out; None in a store that is not encrypted.
+        holders: Tells which writing handles live, of whatever process.
+        is_read_only: The handle cannot write, by its opening, since a write failed or since damage was found.
+        num_healed: Records of which one copy was damaged and that were written again.
+        quota: Holds the data file within a budget, once it is given one.
     """
 
-    def __init__(self, env: lmdb.Environment, path: Path, lock: FileLock, *, read_only: bool, reserve: int) -> None:
-        """Own an open LMDB environment and its lock; use `open`."""
+    def __init__(
+        self,
+        env: lmdb.Environment,
+        path: Path,
+        locks: ExitStack,
+        *,
+        read_only: bool,
+        reserve: int,
+        key: bytes | None,
+    ) -> None:
+        """Own an open LMDB environment and what else `locks` closes; use `open`."""
         self.path = path
+        holders_path = path / _directory.HOLDERS_LOCK
+        self.holders = Holders.look(holders_path) if read_only else Holders.enter(holders_path)
+        locks.callback(self.holders.release)
+        self._commits = _directory.CommitCounter(path / _directory.DATA_FILE)
+        locks.callback(self._commits.close)
+        self.num_healed = 0
+        self.quota = Quota(path / _directory.DATA_FILE, env.stat()["psize"])
         self._env = env
-        self._lock = lock
         self._reserve_nbytes = reserve
         self._pid = os.getpid()
         self._refusal = "it was opened for reading only" if read_only else ""
-        self._reading = threading.Condition()
-        self._num_reads = 0
+        self._gate = Gate()
+        self._committing = threading.Lock()
         self._is_closed = False
         self._handles, self.format = engine.open_tables(env, path)
+        with env.begin(buffers=True) as txn:
+            self.cipher = open_cipher(ReadTransaction(txn, self._handles, None), self.format, path, key)
         env.reader_check()
         self._writer = None if read_only else Writer[WriteTransaction](self._commit_group)
         atexit.register(self.close)
+        self._locks = locks.pop_all()
 
     @classmethod
-    def open(cls, path: Path, *, create: bool = False, read_only: bool = False, reserve_nbytes: int = 64 * MIB) -> Self:
+    def open(
+        cls,
+        path: Path,
+        *,
+        create: bool = False,
+        read_only: bool = False,
+        exclusive: bool = False,
+        reserve_nbytes: int = 64 * MIB,
+        key: bytes | None = None,
+    ) -> Self:
         """Open the store at `path`.
 
         Args:
             path: The store's directory.
             create: Make the store when there is none.
-            read_only: Open beside a running writer, without its lock.
+            read_only: Write nothing.
+            exclusive: Keep every other handle of all processes out, so that the data file may be replaced.
             reserve_nbytes: Free bytes of the file system that operations with a size never touch.
+            key: The key of an encrypted store; a store that is made with one is encrypted.
 
         Raises:
             NotFoundError: There is no store, and `create` was not given.
             InvalidInputError: The path is something else, another user's, or on a network file system.
             FormatVersionError: The store needs a newer agentmem.
+            EncryptionError: The key is missing, another one, or given for a store that is not encrypted.
             CorruptionError: The store's files are cut off or damaged.
-            StoreLockedError: Another handle or process has it open for writing.
+            StoreLockedError: Its data file is being replaced, or with `exclusive` somebody has it open; or this process
+                has it open already, which LMDB does not allow twice.
             ReadOnlyError: The directory cannot be written to.
+            CapacityError, StorageFullError: This process has too many open files, or the disk no room at all.
         """
         path = path.absolute()
         can_create = create and not read_only
-        if can_create:
-            _directory.create(path)
-        _directory.check(path, create=can_create)
-        name = _directory.READERS_LOCK if read_only else _directory.STORE_LOCK
-        lock = FileLock.acquire(path / name, exclusive=not read_only)
-        try:
-            if not read_only:
-                (path / _directory.READERS_LOCK).touch(mode=0o600)
-            engine.require_sound(path / _directory.DATA_FILE, read_only=read_only)
-            env = engine.open_lmdb(path, read_only=read_only)
+        with _directory.named_errors(path), ExitStack() as locks:
+            if can_create:
+                _directory.create(path)
+            _directory.check(path, create=can_create)
+            lock = FileLock.acquire(path / _directory.STORE_LOCK, exclusive=exclusive)
+            locks.callback(lock.release)
             try:
-                _make_if_new(env, path, can_create=can_create)
-                return cls(env, path, lock, read_only=read_only, reserve=reserve_nbytes)
-            except BaseException:
-                env.close()
-                raise
-        except lmdb.Error as error:
-            lock.release()
-            raise engine.translate(error, path) from error
-        except BaseException:
-            lock.release()
-            raise
+                engine.require_sound(path / _directory.DATA_FILE, read_only=read_only)
+                env = engine.open_lmdb(path, read_only=read_only)
+                locks.callback(env.close)
+                engine.make_if_new(env, path, key, can_create=can_create)
+                if not read_only:
+                    _directory.mark_made(path)
+                return cls(env, path, locks, read_only=read_only, reserve=reserve_nbytes, key=key)
+            except lmdb.Error as error:
+                raise engine.translate(error, path) from error
 
     @property
     def is_read_only(self) -> bool:
@@ -100,15 +137,27 @@ class Environment:
         return bool(self._refusal)
 
     @property
+    def last_commit(self) -> int:
+        """Number of the newest commit, of whichever process; costs a microsecond and calls nobody."""
+        if self._is_closed:
+            self.check_usable()
+        return self._commits.newest()
+
+    @property
     def nbytes(self) -> int:
         """Size of the data file; it never shrinks, see `free_nbytes`."""
         return (self.path / _directory.DATA_FILE).stat().st_size
 
     @property
-    def free_nbytes(self) -> int:
-        """Bytes inside the data file that later writes use again (a little too many: the free list counts too)."""
+    def live_nbytes(self) -> int:
+        """Bytes of the data file that are in use: all of it but what later writes use again."""
         with self.read() as txn:
-            return max(0, self._env.info()["last_pgno"] - 1 - txn.num_pages()) * self._env.stat()["psize"]
+            return self.quota.live_nbytes(txn)
+
+    @property
+    def free_nbytes(self) -> int:
+        """Bytes inside the data file that later writes use again."""
+        return max(0, (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"] - self.live_nbytes)
 
     @contextmanager
     def read(self) -> Iterator[ReadTransaction]:
@@ -117,16 +166,20 @@ class Environment:
         Raises:
             ClosedError: The store is closed, or this is a forked child.
         """
-        self._begin_reading()
+        self.check_usable()
+        if not self._gate.enter():
+            self.check_usable()
         try:
-            with self._env.begin(buffers=True) as txn:
-                yield ReadTransaction(txn, self._handles)
+            with self._begin(write=False) as txn:
+                transaction = ReadTransaction(txn, self._handles, self.cipher)
+                yield transaction
         except lmdb.Error as error:
+            self._refuse_if_damaged(error)
             raise engine.translate(error, self.path) from error
         finally:
-            with self._reading:
-                self._num_reads -= 1
-                self._reading.notify_all()
+            self._gate.leave()
+        if transaction.unlike and self._writer is not None:
+            self._heal_soon(transaction.unlike)
 
     def submit(
         self, operation: Callable[[WriteTransaction], T], *, level: Level = Level.DURABLE, nbytes: int = 0
@@ -149,6 +202,7 @@ class Environment:
             self.check_usable()
         if self._writer is None or self._refusal:
             raise ReadOnlyError(f"cannot write to {str(self.path)!r}: {self._refusal}")
+        self.quota.make_ready(nbytes, self._writer.unfinished_nbytes)
         return self._writer.submit(operation, level=level, nbytes=nbytes)
 
     def flush(self) -> None:
@@ -186,23 +240,10 @@ class Environment:
         self.check_usable()
         return self._env.reader_check()
 
-    def copy_to(self, fd: int) -> None:
-        """Write a compacted copy of the data file, as it is now, to the descriptor `fd`."""
+    def copy_to(self, file: Path) -> None:
+        """Write a new data file of what is in use now, and of nothing that ever was; on disk when this returns."""
         with self.read():
-            self._env.copyfd(fd, compact=True)
-
-    @contextmanager
-    def excluded_readers(self) -> Iterator[None]:
-        """Keep read-only handles of all processes out, for as long as the data file is replaced.
-
-        Raises:
-            StoreLockedError: Some are open.
-        """
-        lock = FileLock.acquire(self.path / _directory.READERS_LOCK, exclusive=True)
-        try:
-            yield
-        finally:
-            lock.release()
+            copy_rows(self._env, self._handles, file)
 
     def verify(self) -> list[str]:
         """Return what is wrong with the structure of the data file, empty when sound; checks no record's checksum."""
@@ -225,22 +266,27 @@ class Environment:
         if self._is_closed:
             raise ClosedError(f"the store {str(self.path)!r} is closed: open it again")
 
-    def _begin_reading(self) -> None:
-        self.check_usable()
-        with self._reading:
-            if self._is_closed:
-                self.check_usable()
-            self._num_reads += 1
+    def _begin(self, *, write: bool) -> "lmdb.Transaction[memoryview]":
+        """Begin a transaction of LMDB, with a larger map when another process made the file larger than this one's."""
+        try:
+            return self._env.begin(write=write, buffers=True)
+        except lmdb.MapResizedError:
+            with (
+                contextlib.nullcontext() if write else self._committing,
+                self._gate.empty(num_own=not write) as is_free,
+            ):
+                if not is_free:
+                    raise CapacityError(f"{str(self.path)!r} outgrew its map while a read stayed open") from None
+                engine.grow_map(self._env, self.path)
+            return self._env.begin(write=write, buffers=True)
 
     def _close(self) -> None:
         atexit.unregister(self.close)
-        with self._reading:
-            self._is_closed = True
-            if not self._reading.wait_for(lambda: not self._num_reads, _CLOSE_TIMEOUT_S):
-                # Closing the map under a reader would kill the process.
-                raise RuntimeError(f"a read of {str(self.path)!r} is still open after {_CLOSE_TIMEOUT_S} s")
-        self._env.close()
-        self._lock.release()
+        self._is_closed = True
+        if not self._gate.shut():
+            # Closing the map under a reader would kill the process.
+            raise RuntimeError(f"a read of {str(self.path)!r} stays open, so that it cannot be closed")
+        self._locks.close()
 
     def _commit_group(self, operations: Sequence[Operation[WriteTransaction]], is_durable: bool) -> list[Outcome]:
         """Carry out a group; called by the writer thread only."""
@@ -250,8 +296,10 @@ class Environment:
         nbytes = sum(operation.nbytes for operation in operations)
         allowed_nbytes = self._allowed_nbytes(nbytes)
         try:
-            with self._env.begin(write=True, buffers=True) as parent:
+            with self._committing, self._begin(write=True) as parent:
+                self.quota.begin(ReadTransaction(parent, self._handles, self.cipher))
                 outcomes = [self._carry_out(parent, operation, allowed_nbytes, callbacks) for operation in operations]
+                _require_order(operations, outcomes)
         except lmdb.Error as error:
             raise self._after_failed_commit(error, nbytes) from error
         try:
@@ -277,10 +325,15 @@ class Environment:
         if operation.nbytes > max(allowed_nbytes, 0):
             return Outcome(error=self._storage_full(operation.nbytes))
         try:
+            self.quota.require(operation.nbytes)
             with self._env.begin(parent=parent, write=True, buffers=True) as txn:
-                transaction = WriteTransaction(txn, self._handles)
+                transaction = WriteTransaction(txn, self._handles, self.cipher)
                 value = operation.run(transaction)
+                self._heal(transaction, transaction.unlike)
+                self.quota.check(transaction, operation.nbytes)
         except lmdb.Error as error:
+            if engine.is_damage(error):
+                raise
             return Outcome(error=engine.translate(error, self.path))
         except Exception as error:  # noqa: BLE001 - whatever the operation raises belongs to its future
             return Outcome(error=error)
@@ -302,12 +355,31 @@ class Environment:
             return meaning
         if not engine.is_damage(error) and not _directory.has_room(self.path, 2 * nbytes + MIB):
             return self._storage_full(nbytes)
-        self._refusal = f"a write failed ({error}); close it, run `agentmem check`, reopen"
+        self._refuse_if_damaged(error)
+        self._refusal = self._refusal or f"a write failed ({error}); close it, run `agentmem check`, reopen"
         return (
             meaning
             if engine.is_damage(error)
             else ReadOnlyError(f"{str(self.path)!r} is read-only from now on: {self._refusal}")
         )
+
+    def _refuse_if_damaged(self, error: lmdb.Error) -> None:
+        """Write no more into a file whose structure is broken: that would break more of it."""
+        if engine.is_damage(error) and not self._refusal:
+            self._refusal = f"its data file is damaged ({error}); close it and run `agentmem repair`"
+            logger.error("%r is read-only from now on: %s", str(self.path), self._refusal)
+
+    def _heal_soon(self, rows: set[tuple[Table, bytes]]) -> None:
+        with contextlib.suppress(ClosedError, ReadOnlyError):  # the next read of them tries again
+            self.submit(lambda txn: self._heal(txn, rows), level=Level.RELAXED)
+
+    def _heal(self, txn: WriteTransaction, rows: set[tuple[Table, bytes]]) -> None:
+        if healed := txn.heal(rows):
+            txn.on_commit(lambda: self._note_healed(healed))
+
+    def _note_healed(self, rows: list[str]) -> None:
+        self.num_healed += len(rows)
+        logger.warning("rows were damaged, and are written again from their other copies: %s", ", ".join(rows))
 
     def _storage_full(self, nbytes: int) -> StorageFullError:
         return StorageFullError(
@@ -317,9 +389,12 @@ class Environment:
         )
 
 
-def _make_if_new(env: lmdb.Environment, path: Path, *, can_create: bool) -> None:
-    if not engine.is_new(env):
-        return
-    if not can_create:
-        raise NotFoundError(f"the store at {str(path)!r} was never finished; open it with create")
-    engine.initialise(env, path)
+def _require_order(operations: Sequence[Operation[WriteTransaction]], outcomes: Sequence[Outcome]) -> None:
+    """Undo a group of which a QUEUED operation found no room: what stands behind it must not come before it.
+
+    Raises:
+        StorageFullError: There was one, and others beside it.
+    """
+    for operation, outcome in zip(operations, outcomes, strict=True):
+        if operation.level is Level.QUEUED and isinstance(outcome.error, StorageFullError) and len(operations) > 1:
+            raise outcome.error

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Protocol
 
 from torch import Tensor
@@ -94,7 +93,6 @@ class Batch:
         self._resolve = resolve
         self._members: dict[str, Member] = {}
         self._entries: list[BranchEntry] = []
-        self._held = contextlib.ExitStack()
         self._feeder: Feeder | None = None
         for branch in branches:
             self._add(resolve(branch))
@@ -104,25 +102,24 @@ class Batch:
     def __repr__(self) -> str:
         return f"<Batch of {', '.join(self._members)}>"
 
-    def __enter__(self) -> "Batch":
+    @contextlib.contextmanager
+    def running(self) -> Iterator["Batch"]:
+        """Hold the branches together for the time of a `with` block.
+
+        A generator rather than `__enter__` and `__exit__`: when an interrupt arrives just between block and exit, all
+        is let go as soon as the error has been handled, for nobody but the block has hold of it.
+        """
         owners = {member.owner.ledger.record.session_id: member.owner for member in self._members.values()}
         with contextlib.ExitStack() as held:
             for _, owner in sorted(owners.items()):  # always in the same order, so that two batches cannot deadlock
                 held.enter_context(owner.batching(self._entries))
             first = next(iter(self._members.values()))
-            self._feeder = Feeder(first.state.runtime)
-            self._held = held.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        feeder, self._feeder = self._feeder, None
-        try:
-            if feeder is not None:
+            feeder = self._feeder = Feeder(first.state.runtime)
+            try:
+                yield self
+            finally:
+                self._feeder = None
                 feeder.close()
-        finally:
-            self._held.close()
 
     @property
     def names(self) -> list[str]:
@@ -297,21 +294,18 @@ class Batch:
             fed: The branches, each with the number of tokens that it is going to be given.
         """
         feeder = self._running()
-        with contextlib.ExitStack() as reports:
-            operations = [reports.enter_context(Operation(member.state, "batch")) for member, _ in fed]
-            lengths = [len(member.state.tokens) for member, _ in fed]
-            try:
+        try:
+            with contextlib.ExitStack() as reports:
+                operations = [
+                    reports.enter_context(Operation(member.state, "batch", is_undone=True)) for member, _ in fed
+                ]
                 for (member, num_new), operation in zip(fed, operations, strict=True):
                     _prepare(member, num_new, operation)
                 yield feeder
-            except BaseException:
-                for (member, _), length in zip(fed, lengths, strict=True):
-                    member.state.truncate(length)
-                raise
-            finally:
-                for member, _ in fed:
-                    member.owner.ledger.states.note_progress(member.entry)
-                    member.owner.ledger.write_branch(member.entry)
+        finally:
+            for member, _ in fed:
+                member.owner.ledger.states.note_progress(member.entry)
+                member.owner.ledger.write_branch(member.entry)
 
     def _read_each(self, tokens: Mapping[str, Content] | Sequence[Content]) -> list[tuple[Member, list[int]]]:
         if not isinstance(tokens, Mapping):

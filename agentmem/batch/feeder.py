@@ -68,6 +68,50 @@ class Feeder:
         Raises:
             CapacityError: The rows do not fit the device budget.
         """
+        try:
+            return self._feed(states, tokens, num_logits)
+        except BaseException:
+            self._frontier = None  # half of it may stand in a new buffer; every branch has its KV, wherever it is
+            raise
+
+    def last_logits(self, state: BranchState) -> Tensor | None:
+        """Return the logits `[V]` after a branch's last token, if that was fed here last and nothing came since."""
+        last = self._last.get(id(state))
+        is_same = last is not None and (last.num_computed, last.num_rewinds) == (state.num_computed, state.num_rewinds)
+        return last.logits if last is not None and is_same and not state.num_pending else None
+
+    def expect(self, num_tokens: object) -> None:
+        """Make room, when rows are made next, for so many tokens in each; for few when it is no number."""
+        self._num_expected = num_tokens if isinstance(num_tokens, int) else 0
+
+    def report(self, states: Sequence[BranchState]) -> BatchReport:
+        """Return what was done, and what `states` take on the device."""
+        frontier, spec = self._frontier, self._runtime.adapter.spec
+        num_tokens = sum(state.num_kv for state in states)
+        return BatchReport(
+            mode=self._model.mode,
+            reason=self._model.reason,
+            why=self._model.why,
+            num_rows=self._num_rows,
+            num_passes=self._num_passes,
+            num_fed=self._num_fed,
+            num_shared=0 if frontier is None else frontier.num_shared,
+            num_copied=0 if frontier is None else frontier.num_copied,
+            kv_nbytes=num_tokens * spec.token_nbytes if frontier is None else frontier.nbytes,
+            stock_nbytes=num_tokens * spec.token_nbytes,
+        )
+
+    def close(self) -> None:
+        """Leave every branch what it was fed, where it is."""
+        if self._frontier is not None:
+            self._frontier.settle_rows()
+        self._frontier, self._members, self._last = None, [], {}
+
+    # -- inside
+
+    def _feed(
+        self, states: Sequence[BranchState], tokens: Sequence[Sequence[int]], num_logits: Sequence[int]
+    ) -> list[Tensor]:
         kept: list[list[Tensor]] = [[] for _ in states]
         fed = [0] * len(states)
         for index, state in enumerate(states):
@@ -88,40 +132,6 @@ class Feeder:
         for state, rows in zip(states, found, strict=True):
             self._last[id(state)] = _Last(state, state.num_computed, state.num_rewinds, rows[-1].clone())
         return found
-
-    def last_logits(self, state: BranchState) -> Tensor | None:
-        """Return the logits `[V]` after a branch's last token, if that was fed here last and nothing came since."""
-        last = self._last.get(id(state))
-        is_same = last is not None and (last.num_computed, last.num_rewinds) == (state.num_computed, state.num_rewinds)
-        return last.logits if last is not None and is_same and not state.num_pending else None
-
-    def expect(self, num_tokens: object) -> None:
-        """Make room, when rows are made next, for so many tokens in each; for few when it is no number."""
-        self._num_expected = num_tokens if isinstance(num_tokens, int) else 0
-
-    def report(self, states: Sequence[BranchState]) -> BatchReport:
-        """Return what was done, and what `states` take on the device."""
-        frontier, spec = self._frontier, self._runtime.adapter.spec
-        num_tokens = sum(state.num_kv for state in states)
-        return BatchReport(
-            mode=self._model.mode,
-            why=self._model.why,
-            num_rows=self._num_rows,
-            num_passes=self._num_passes,
-            num_fed=self._num_fed,
-            num_shared=0 if frontier is None else frontier.num_shared,
-            num_copied=0 if frontier is None else frontier.num_copied,
-            kv_nbytes=num_tokens * spec.token_nbytes if frontier is None else frontier.nbytes,
-            stock_nbytes=num_tokens * spec.token_nbytes,
-        )
-
-    def close(self) -> None:
-        """Leave every branch what it was fed, where it is."""
-        if self._frontier is not None:
-            self._frontier.settle_rows()
-        self._frontier, self._members, self._last = None, [], {}
-
-    # -- inside
 
     def _step(self, states: Sequence[BranchState], left: Sequence[int]) -> int:
         """Return how many tokens to feed each branch in the next pass, at most."""
@@ -166,6 +176,8 @@ class Feeder:
     def _together(
         self, states: Sequence[BranchState], tokens: Sequence[list[int]], num_logits: Sequence[int]
     ) -> list[Tensor]:
+        # Before they are allocated: what each branch is left with, and what the pass works on, stacked.
+        rooms, scratch = [state.claim_state() for state in states], self._runtime.states.claim(2 * len(states))
         frontier = self._stand(states)
         places = [_index(self._members, state) for state in states]
         rows: list[tuple[list[int], int]] = [([], 0)] * len(self._members)
@@ -187,9 +199,10 @@ class Feeder:
             )
         )
         left = [
-            state.hold(len(part), [each[place : place + 1].clone() for each in result.states])
-            for place, state, part in zip(places, states, tokens, strict=True)
+            state.hold(len(part), [each[place : place + 1].clone() for each in result.states], room)
+            for place, state, part, room in zip(places, states, tokens, rooms, strict=True)
         ]
+        del scratch
         for place, state, part, layer_state in zip(places, states, tokens, left, strict=True):
             frontier.commit(place, len(part))
             state.fed(part, layer_state)

@@ -6,6 +6,7 @@ Knows nothing of how the numbers arise.
 from dataclasses import dataclass
 
 from agentmem.batching import BatchMode
+from agentmem.reasons import Reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +15,8 @@ class BatchReport:
 
     Attributes:
         mode: How the model feeds the branches.
-        why: Why nothing faster is done; "" for the fastest.
+        reason: Why nothing faster is done, in a word of `reasons.BATCHING`; None for the fastest.
+        why: The same in a sentence; "" for the fastest.
         num_rows: Branches that were fed together last.
         num_passes: Forward passes so far; with one-by-one passes of single branches among them.
         num_fed: Tokens the model was fed so far, over all branches.
@@ -25,6 +27,7 @@ class BatchReport:
     """
 
     mode: BatchMode
+    reason: Reason | None
     why: str
     num_rows: int = 0
     num_passes: int = 0

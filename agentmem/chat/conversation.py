@@ -4,10 +4,11 @@ A message is appended behind what is there. Of a whole list, what the branch hol
 that the list does not have goes on as a branch of its own.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -108,6 +109,10 @@ class ChatOwner(Protocol):
         """Make a branch where another stands."""
         ...
 
+    def drop(self, name: str) -> None:
+        """Remove a branch."""
+        ...
+
 
 class Conversation:
     """The messages of one branch."""
@@ -126,20 +131,17 @@ class Conversation:
         """Put messages on the branch (see `Talk.send`)."""
         started = time.perf_counter()
         plan = self._plan(messages, options, is_prompt=False)
-        return self._noted(self._carry_out(plan), "send", started)
+        with self._no_new_branch_on_error():
+            return self._noted(self._carry_out(plan), "send", started)
 
     def chat(self, messages: Messages | None, options: ChatOptions, generate: Mapping[str, object]) -> Reply:
         """Put messages on the branch and let the model answer (see `Talk.chat`)."""
         started = time.perf_counter()
         self._owner.adapter.check_options(generate)
-        tokens, log = self._tokens, self._entry.extras.get(KEY)
         plan = self._plan(messages, options, is_prompt=True)
-        report = self._carry_out(plan)
-        try:
+        with self._no_new_branch_on_error():
+            report = self._carry_out(plan)
             generation = self._branch.generate(**generate)
-        except BaseException:
-            self._undo(plan, tokens, log)
-            raise
         done = self._entry.state.last_report
         first = done.first_difference if report.difference is None else report.first_difference
         report = dataclasses.replace(done, first_difference=first, difference=report.difference, lint=report.lint)
@@ -237,13 +239,16 @@ class Conversation:
                 state.add_border(start)
                 last = start
 
-    def _undo(self, plan: Plan, tokens: list[int], log: object) -> None:
-        """Take what was sent off again: the branch is as it was, but for what the plan cut off before."""
-        self._branch.rewind(tokens=len(self._entry.state.tokens) - plan.num_before)
-        if plan.change is None:
-            self._entry.extras.pop(KEY)
-            self._entry.extras.update({} if log is None else {KEY: log})
-            self._branch.append(tokens[plan.num_before :])
+    @contextlib.contextmanager
+    def _no_new_branch_on_error(self) -> Iterator[None]:
+        """Give up the name for the old tail when messages could not be sent: the branch itself goes on with it."""
+        before = set(self._owner.branches)
+        try:
+            yield
+        except BaseException:
+            for name in set(self._owner.branches) - before:
+                self._owner.drop(name)
+            raise
 
     def _report(self, difference: ChatDifference | None, findings: tuple[Finding, ...]) -> ReuseReport:
         state = self._entry.state

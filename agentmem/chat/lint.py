@@ -5,7 +5,8 @@ Remembers the last difference of each branch, in memory only.
 
 import logging
 
-from agentmem.stats import ChatChange, ChatDifference, Finding, Lint
+from agentmem.reasons import Reason
+from agentmem.stats import ChatDifference, Finding
 
 logger = logging.getLogger(__name__)
 
@@ -15,7 +16,7 @@ _NEAR = 0.01
 _NEAR_TOKENS = 4
 """Or so many tokens: a clock's seconds and minutes."""
 
-_VOLATILE = frozenset({ChatChange.SYSTEM_CHANGED, ChatChange.MESSAGE_CHANGED})
+_VOLATILE = frozenset({Reason.SYSTEM_CHANGED, Reason.MESSAGE_CHANGED})
 
 _PUT_LAST = (
     "put what changes every time last, into the newest user message, or send it as a message of its own: what comes "
@@ -35,16 +36,16 @@ class LintMemory:
         before = self._last.get(branch)
         self._last[branch] = difference
         found = []
-        if difference.change is ChatChange.SYSTEM_CHANGED:
-            found.append(_finding(Lint.SYSTEM_CHANGED, difference, f"the system message has changed; {_PUT_LAST}"))
+        if difference.change is Reason.SYSTEM_CHANGED:
+            found.append(_finding(Reason.SYSTEM_CHANGED, difference, f"the system message has changed; {_PUT_LAST}"))
         if before is not None and _is_same_place(before, difference):
-            found.append(_finding(Lint.WANDERING, difference, f"lists differ here again and again; {_PUT_LAST}"))
+            found.append(_finding(Reason.WANDERING, difference, f"lists differ here again and again; {_PUT_LAST}"))
         for finding in found:
             # The text is the user's: it is in the report, not in the log.
             logger.warning(
                 "branch %r: %s in message %d, token %d: the tokens behind it are computed again",
                 branch,
-                finding.lint.value,
+                finding.lint,
                 finding.message,
                 difference.token,
             )
@@ -54,7 +55,7 @@ class LintMemory:
 def template_finding() -> Finding:
     """Return what to say when a branch was written by another chat template."""
     return Finding(
-        lint=Lint.TEMPLATE_CHANGED,
+        lint=Reason.TEMPLATE_CHANGED,
         message=0,
         text="",
         old_text="",
@@ -63,7 +64,7 @@ def template_finding() -> Finding:
     )
 
 
-def _finding(lint: Lint, difference: ChatDifference, advice: str) -> Finding:
+def _finding(lint: Reason, difference: ChatDifference, advice: str) -> Finding:
     return Finding(lint=lint, message=difference.message, text=difference.new, old_text=difference.old, advice=advice)
 
 

@@ -12,7 +12,7 @@ from agentmem.chat.messages import Message
 from agentmem.chat.reason import Held, Place, Sent, change_of, locate
 from agentmem.chat.render import Delta, Renderer
 from agentmem.errors import InvalidInputError
-from agentmem.stats import ChatChange
+from agentmem.reasons import Reason
 
 _MAX_CLOSING = 16
 """Tokens at the end of a branch among which the closing of its last message is looked for."""
@@ -35,7 +35,7 @@ class Plan:
     tokens: list[int]
     num_before: int
     log: ChatLog
-    change: ChatChange | None = None
+    change: Reason | None = None
     place: Place | None = None
 
     def then(self, plan: "Plan") -> "Plan":

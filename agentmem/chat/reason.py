@@ -20,7 +20,7 @@ from agentmem.chat.messages import (
     without_thinking,
 )
 from agentmem.chat.render import Rendering
-from agentmem.stats import ChatChange
+from agentmem.reasons import Reason
 
 _WINDOW = 40
 """Characters shown on either side of a difference."""
@@ -127,19 +127,19 @@ def locate(held: Held, sent: Sent, alignment: Alignment) -> Place:
     )
 
 
-def change_of(held: Held, sent: Sent, place: Place, alignment: Alignment) -> ChatChange:
+def change_of(held: Held, sent: Sent, place: Place, alignment: Alignment) -> Reason:
     """Say in a word how the two differ."""
     index = place.message
     if index == len(sent.messages):
-        return ChatChange.SHORTENED
+        return Reason.SHORTER
     old, new = held.message(index), sent.messages[index]
     if old is not None and old["role"] == new["role"] and text_of(old) == text_of(new):
         if held.log.tools_hash != sent.tools_hash:
-            return ChatChange.TOOLS_CHANGED
+            return Reason.TOOLS_CHANGED
         if held.log.template_hash != sent.template_hash:
-            return ChatChange.TEMPLATE_CHANGED
+            return Reason.TEMPLATE_CHANGED
     if _is_system(sent, place, old):
-        return ChatChange.SYSTEM_CHANGED
+        return Reason.SYSTEM_CHANGED
     start = sent.rendering.starts[index]
     first = bisect.bisect_left(sent.encoded.starts, start)
     return _change_of_text(held.text(index, alignment.place(first)), sent.text(index)) or _moved(held, sent, index)
@@ -154,12 +154,12 @@ def _is_system(sent: Sent, place: Place, old: Message | None) -> bool:
     return index == 0 and body is not None and place.position < body
 
 
-def _change_of_text(old: str, new: str) -> ChatChange | None:
+def _change_of_text(old: str, new: str) -> Reason | None:
     """Say how the text of one message became another's, if it is one of the known ways."""
     if _is_stripped(old, new):
-        return ChatChange.THINKING_STRIPPED
+        return Reason.THINKING_STRIPPED
     if not _is_beginning(old, new) and _is_beginning(_sorted_json(old), _sorted_json(new)):
-        return ChatChange.JSON_REORDERED
+        return Reason.JSON_REORDERED
     return None
 
 
@@ -178,17 +178,17 @@ def _is_beginning(one: str, other: str) -> bool:
     return bool(one and other) and (one.startswith(other) or other.startswith(one))
 
 
-def _moved(held: Held, sent: Sent, index: int) -> ChatChange:
+def _moved(held: Held, sent: Sent, index: int) -> Reason:
     """Tell messages that came or went from one that has another text."""
     num_old = min(len(held.log.turns), index + _MAX_MESSAGES)
     num_new = min(len(sent.messages), index + _MAX_MESSAGES)
     old = [_key(held.message(at)) for at in range(index, num_old)]
     new = [_key(message) for message in sent.messages[index:num_new]]
     if not old or not new or old[1:2] == new[1:2]:
-        return ChatChange.MESSAGE_CHANGED
+        return Reason.MESSAGE_CHANGED
     if new[0] in old[1:]:
-        return ChatChange.MESSAGE_REMOVED
-    return ChatChange.MESSAGE_INSERTED if old[0] in new[1:] else ChatChange.MESSAGE_CHANGED
+        return Reason.MESSAGE_REMOVED
+    return Reason.MESSAGE_INSERTED if old[0] in new[1:] else Reason.MESSAGE_CHANGED
 
 
 def _key(message: Message | None) -> tuple[object, str]:

@@ -10,7 +10,7 @@ from agentmem.chat.log import Turn, content_text, message_of, note_content
 from agentmem.chat.messages import has_thinking, message_without_thinking, thinking_spans
 from agentmem.chat.plan import Plan, Planner, delta_turn
 from agentmem.chat.reason import Place
-from agentmem.stats import ChatChange
+from agentmem.reasons import Reason
 
 _SHOWN = 80
 """Characters of the branch shown on either side."""
@@ -55,7 +55,7 @@ def plan_without_thinking(planner: Planner) -> Plan | None:
         tokens=tokens[num_kept:],
         num_before=len(tokens),
         log=dataclasses.replace(planner.log, turns=tuple(note_content(turn, tokens, decode) for turn in turns)),
-        change=ChatChange.THINKING_STRIPPED,
+        change=Reason.THINKING_STRIPPED,
         place=place,
     )
 

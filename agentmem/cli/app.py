@@ -1,16 +1,30 @@
 """Run one command: parse, dispatch, print, and turn errors into one line and an exit code."""
 
 import argparse
+import importlib
 import json
 import logging
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from agentmem.cli.parser import parse
 from agentmem.cli.result import ExitCode, Result, error_kind, exit_code
 from agentmem.cli.text import plain, to_json
+
+_HOMES = {
+    "agentmem.cli.look": ("ls", "log"),
+    "agentmem.cli.show": ("show",),
+    "agentmem.cli.explain": ("explain",),
+    "agentmem.cli.sizes": ("stats", "du"),
+    "agentmem.cli.remove": ("rm",),
+    "agentmem.cli.care": ("check", "repair", "gc", "compact"),
+    "agentmem.cli.retain": ("prune", "pin", "unpin"),
+    "agentmem.cli.move": ("export", "import"),
+    "agentmem.cli.privacy": ("forget", "rekey"),
+}
+"""Where each command is."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -24,8 +38,8 @@ def main(words: Sequence[str] | None = None) -> int:
         # Whoever read stdout has seen enough (`agentmem log ... | head`); Python would complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.OK
-    except KeyboardInterrupt:
-        print("agentmem: interrupted; what was finished is kept", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        _say(error, "interrupted; what was finished is kept", is_json="--json" in words)
         return ExitCode.INTERRUPTED
 
 
@@ -45,44 +59,22 @@ def _run(words: Sequence[str]) -> int:
 
 def _dispatch(arguments: argparse.Namespace) -> Result:
     """Import the command's file and no other: torch and networkx are loaded by those that need them."""
-    match arguments.command:
-        case "ls" | "log":
-            from agentmem.cli import look
-
-            return look.COMMANDS[arguments.command](arguments)
-        case "show":
-            from agentmem.cli import show
-
-            return show.show(arguments)
-        case "explain":
-            from agentmem.cli import explain
-
-            return explain.explain(arguments)
-        case "stats" | "du":
-            from agentmem.cli import sizes
-
-            return sizes.COMMANDS[arguments.command](arguments)
-        case "rm":
-            from agentmem.cli import remove
-
-            return remove.rm(arguments)
-        case "check" | "gc" | "compact":
-            from agentmem.cli import care
-
-            return care.COMMANDS[arguments.command](arguments)
-        case _:
-            from agentmem.cli import move
-
-            return move.COMMANDS[arguments.command](arguments)
+    home = next(home for home, words in _HOMES.items() if arguments.command in words)
+    run: Callable[[argparse.Namespace], Result] = importlib.import_module(home).COMMANDS[arguments.command]
+    return run(arguments)
 
 
 def _complain(error: Exception, *, is_json: bool) -> int:
     code = exit_code(error)
     message = plain(str(error) or type(error).__name__)
+    if code is ExitCode.INTERNAL and not is_json:
+        traceback.print_exception(error, file=sys.stderr)
+    _say(error, message, is_json=is_json)
+    return code
+
+
+def _say(error: BaseException, message: str, *, is_json: bool) -> None:
     if is_json:
         print(json.dumps({"error": {"kind": error_kind(error), "message": message}}), file=sys.stderr)
-        return code
-    if code is ExitCode.INTERNAL:
-        traceback.print_exception(error, file=sys.stderr)
-    print(f"agentmem: {message}", file=sys.stderr)
-    return code
+    else:
+        print(f"agentmem: {message}", file=sys.stderr)

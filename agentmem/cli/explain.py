@@ -7,12 +7,11 @@ from agentmem.cli.prompt import Prompt, read_prompt
 from agentmem.cli.result import ExitCode, Result
 from agentmem.cli.source import open_view
 from agentmem.cli.text import count, facts, plain
-from agentmem.explain.difference import Change
 from agentmem.explain.explanation import Explanation, Match
 from agentmem.explain.recorded import RecordedLibrary
-from agentmem.explain.reuse import Limit
 from agentmem.explain.search import explain as explain_prompt
 from agentmem.ids import short
+from agentmem.reasons import Reason
 
 _SALTED = "the session is stored under a salt, which is not: whether other sessions have more of the prompt is unknown"
 
@@ -21,7 +20,7 @@ def explain(arguments: argparse.Namespace) -> Result:
     """Say what a prompt would reuse of a session, and why no more."""
     prompt = read_prompt(arguments)
     decode = None if prompt.tokenizer is None else prompt.tokenizer.decode
-    with open_view(arguments.store) as store, store.environment.read() as txn:
+    with open_view(arguments) as store, store.environment.read() as txn:
         library = RecordedLibrary(txn, store.catalog, arguments.session, arguments.branch)
         explanation = explain_prompt(prompt.tokens, library, decode=decode)
     damaged = [str(error) for error in library.damaged]
@@ -31,6 +30,9 @@ def explain(arguments: argparse.Namespace) -> Result:
         exit_code=ExitCode.DAMAGE if damaged else ExitCode.OK,
         notices=[*damaged, *([_SALTED] if library.shelf.is_salted else [])],
     )
+
+
+COMMANDS = {"explain": explain}
 
 
 def _document(explanation: Explanation) -> dict[str, object]:
@@ -66,12 +68,12 @@ def _match_text(match: Match) -> str:
 def _same_text(found: Explanation) -> str:
     checkpoint = None if found.match is None else found.match.checkpoint_id
     last = "" if checkpoint is None else f", past checkpoint {short(checkpoint)}"
-    limit = "" if found.limit is Limit.NONE else f"; not all reusable: {found.limit}"
+    limit = "" if found.limit is Reason.COMPLETE else f"; not all reusable: {found.limit}"
     return f"the first {count(found.num_equal, 'token')}{last}{limit}"
 
 
 def _change_text(found: Explanation) -> str:
-    if found.first_difference is None or found.change is Change.NOTHING_IN_COMMON:
+    if found.first_difference is None or found.change is Reason.NOTHING_IN_COMMON:
         return ""
     sides = f"{count(found.num_removed, 'stored token')} for {found.num_inserted:,}"
     again = f"{count(found.num_equal_after, 'token')} behind them are the same again" if found.num_equal_after else ""

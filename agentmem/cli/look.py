@@ -33,7 +33,7 @@ class _Listed:
 def ls(arguments: argparse.Namespace) -> Result:
     """List the sessions of a store."""
     damaged: list[CorruptionError] = []
-    with open_view(arguments.store) as store, store.environment.read() as txn:
+    with open_view(arguments) as store, store.environment.read() as txn:
         sessions = [_listed(txn, store, record, damaged) for record in store.catalog.sessions(txn, damaged)]
     problems = [str(error) for error in damaged]
     return Result(
@@ -50,7 +50,7 @@ def ls(arguments: argparse.Namespace) -> Result:
 
 def log(arguments: argparse.Namespace) -> Result:
     """Draw the tree of a session."""
-    with open_view(arguments.store) as store:
+    with open_view(arguments) as store:
         view = store.view(arguments.session)
     checkpoints = {checkpoint.checkpoint_id: checkpoint for checkpoint in view.checkpoints}
     return Result(

@@ -3,10 +3,9 @@
 import argparse
 from dataclasses import asdict
 
-from agentmem._lmdb import Environment
 from agentmem.bundle import read_bundle
 from agentmem.cli.result import Result
-from agentmem.cli.source import open_view
+from agentmem.cli.source import open_store, open_view
 from agentmem.cli.text import count, plain, size
 from agentmem.tiers.disk import DiskTier
 from agentmem.transfer import ExportReport, ImportReport, export_session, import_session
@@ -15,7 +14,7 @@ from agentmem.tree.catalog import Catalog
 
 def export(arguments: argparse.Namespace) -> Result:
     """Write a session, or one branch of it, into a file; also beside a process that writes."""
-    with open_view(arguments.store) as store:
+    with open_view(arguments) as store:
         report = export_session(
             store.environment,
             store.catalog,
@@ -24,9 +23,11 @@ def export(arguments: argparse.Namespace) -> Result:
             arguments.file,
             branch=arguments.branch,
         )
+        is_encrypted = store.environment.format.is_encrypted
     return Result(
         document={"store": str(arguments.store), "file": str(arguments.file), **asdict(report)},
         text=lambda: f"{_contents(report)}\nfile of {size(report.nbytes)}: {arguments.file}",
+        notices=["the store is encrypted, the file is not"] if is_encrypted else [],
     )
 
 
@@ -34,7 +35,7 @@ def import_(arguments: argparse.Namespace) -> Result:
     """Read a file that `export` wrote into a store, which is made when there is none."""
     with read_bundle(arguments.file):
         pass  # a file that is no export must not leave an empty store behind
-    with Environment.open(arguments.store, create=True) as environment:
+    with open_store(arguments, create=True) as environment:
         report = import_session(
             environment, Catalog(environment), DiskTier(environment), arguments.file, name=arguments.name
         )

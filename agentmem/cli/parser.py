@@ -5,6 +5,7 @@ Knows nothing of what the words do: `agentmem --help` imports no store.
 
 import argparse
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -18,6 +19,7 @@ _DESCRIPTION = "Look into stores of KV caches, and take care of them. No command
 _EPILOG = """\
 every command:   agentmem COMMAND STORE ...   STORE is the directory of the store
                  --json prints one JSON document; errors go to stderr
+                 --key-file FILE opens an encrypted store (or the environment's AGENTMEM_KEY_FILE)
 
 exit codes:      0 done    1 damage found    2 wrong input    3 locked by another process    4 not found
                  5 no room    6 not writable    7 needs a newer agentmem
@@ -64,7 +66,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"agentmem {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, title="commands")
-    for add in (_add_looking, _add_caring, _add_moving):
+    for add in (_add_looking, _add_caring, _add_keeping, _add_moving, _add_privacy):
         add(commands)
     return parser
 
@@ -104,6 +106,11 @@ def _add_caring(commands: "argparse._SubParsersAction[Parser]") -> None:
         type=_fraction,
         help="also decode blocks and compare them with their names: all, or N%% chosen at random",
     )
+    repair = _command(commands, "repair", "make a damaged store whole again, and keep what it was")
+    repair.add_argument(
+        "--previous-snapshot", action="store_true", help="go back to what was stored before the newest commit"
+    )
+    repair.add_argument("--dry-run", action="store_true", help="change nothing; say what would become of the store")
     gc = _command(commands, "gc", "remove what nothing names any more, once its grace is over")
     gc.add_argument(
         "--grace",
@@ -119,6 +126,29 @@ def _add_caring(commands: "argparse._SubParsersAction[Parser]") -> None:
     _command(commands, "compact", "rewrite the data file without its free space; nobody may have the store open")
 
 
+def _add_keeping(commands: "argparse._SubParsersAction[Parser]") -> None:
+    prune = _command(
+        commands, "prune", "let go of checkpoints and branches that no rule keeps; tokens of branches stay"
+    )
+    prune.add_argument(
+        "--older-than",
+        metavar="TIME",
+        type=_age,
+        default=0.0,
+        help="keep what is younger: seconds, or a number with m, h or d (default: 0, nothing is too young)",
+    )
+    prune.add_argument("--drop-named", action="store_true", help="do not keep checkpoints for their message")
+    prune.add_argument("--drop-branch-points", action="store_true", help="do not keep all KV where branches part")
+    prune.add_argument("--drop-leaves", action="store_true", help="drop branches too, but for active ones")
+    prune.add_argument("--dry-run", action="store_true", help="change nothing; list what would go, and its bytes")
+    for word, summary in (
+        ("pin", "keep a checkpoint, and those before it, though no branch reaches it"),
+        ("unpin", "leave a pinned checkpoint to gc again"),
+    ):
+        command = _command(commands, word, summary)
+        command.add_argument("target", metavar="SESSION/NAME", help="NAME is the first digits of an id, or a branch")
+
+
 def _add_moving(commands: "argparse._SubParsersAction[Parser]") -> None:
     export = _command(commands, "export", "write a session or a branch, KV included, into one portable file")
     export.add_argument("session", metavar="SESSION", help="name of the session")
@@ -129,12 +159,29 @@ def _add_moving(commands: "argparse._SubParsersAction[Parser]") -> None:
     import_.add_argument("--as", metavar="NAME", dest="name", help="call the session so (default: as in the file)")
 
 
+def _add_privacy(commands: "argparse._SubParsersAction[Parser]") -> None:
+    forget = _command(commands, "forget", "remove a session for good, at once, from the data file's free pages too")
+    forget.add_argument("session", metavar="SESSION", help="name of the session")
+    forget.add_argument("--yes", action="store_true", help="do it; without, only say what would be forgotten")
+    rekey = _command(commands, "rekey", "let another key open an encrypted store; nobody may have the store open")
+    rekey.add_argument(
+        "--new-key-file", metavar="FILE", type=Path, required=True, help="the new key: 32 bytes, or 64 hex digits"
+    )
+
+
 def _command(commands: "argparse._SubParsersAction[Parser]", word: str, summary: str) -> Parser:
     command = commands.add_parser(
         word, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", allow_abbrev=False
     )
     command.add_argument("store", metavar="STORE", type=Path, help="the store's directory")
     command.add_argument("--json", action="store_true", help="print one JSON document")
+    command.add_argument(
+        "--key-file",
+        metavar="FILE",
+        type=Path,
+        default=os.environ.get("AGENTMEM_KEY_FILE") or None,
+        help="the key of an encrypted store: 32 bytes, or 64 hex digits (default: $AGENTMEM_KEY_FILE)",
+    )
     return command
 
 
@@ -143,6 +190,11 @@ def _fraction(text: str) -> float:
     if not 0 < number <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no part of the blocks: give more than 0% and at most 100%")
     return number
+
+
+def _age(text: str) -> float:
+    unit = {"s": 1, "m": 60, "h": 3600, "d": 86_400}.get(text[-1:])
+    return _seconds(text) if unit is None else _seconds(text[:-1]) * unit
 
 
 def _seconds(text: str) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from agentmem import errors
+from agentmem.reasons import Reason
 
 
 class ExitCode(IntEnum):
@@ -19,7 +20,7 @@ class ExitCode(IntEnum):
     INPUT = 2
     """The command or what it was given is wrong: nothing was done."""
     LOCKED = 3
-    """Another process writes to the store, or for `compact` reads it."""
+    """Another process writes to the session, or for `compact` and the like has the store open."""
     NOT_FOUND = 4
     """There is no such store, session, branch, checkpoint or file."""
     FULL = 5
@@ -37,6 +38,8 @@ class ExitCode(IntEnum):
 _CODES: list[tuple[type[Exception], ExitCode]] = [
     (errors.CorruptionError, ExitCode.DAMAGE),
     (errors.StoreLockedError, ExitCode.LOCKED),
+    (errors.SessionLeasedError, ExitCode.LOCKED),
+    (errors.SessionLeasedError, ExitCode.LOCKED),
     (errors.NotFoundError, ExitCode.NOT_FOUND),
     (errors.StorageFullError, ExitCode.FULL),
     (errors.CapacityError, ExitCode.FULL),
@@ -69,7 +72,10 @@ def exit_code(error: Exception) -> ExitCode:
     return next((code for kind, code in _CODES if isinstance(error, kind)), ExitCode.INTERNAL)
 
 
-def error_kind(error: Exception) -> str:
-    """Return an error's name for programs: NotFoundError is "not-found"."""
-    name = type(error).__name__.removesuffix("Error")
-    return "".join(f"-{char.lower()}" if char.isupper() else char for char in name).lstrip("-")
+def error_kind(error: BaseException) -> Reason:
+    """Return an error's kind for programs: NotFoundError is "not-found"."""
+    if isinstance(error, errors.AgentMemError):
+        return error.reason
+    if isinstance(error, KeyboardInterrupt):
+        return Reason.INTERRUPTED
+    return Reason.SYSTEM_ERROR if isinstance(error, OSError) else Reason.INTERNAL

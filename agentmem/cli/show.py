@@ -9,6 +9,7 @@ from agentmem.cli.source import (
     KvSize,
     branch_document,
     checkpoint_document,
+    find_checkpoint,
     infos_of,
     kv_size,
     lineage,
@@ -34,7 +35,7 @@ class _Shown:
 
 def show(arguments: argparse.Namespace) -> Result:
     """Tell everything about one session, branch or checkpoint."""
-    with open_view(arguments.store) as store:
+    with open_view(arguments) as store:
         session, name = split_target(store, arguments.target)
         view = store.view(session)
         shown = _look(store, view, name)
@@ -50,6 +51,9 @@ def show(arguments: argparse.Namespace) -> Result:
     )
 
 
+COMMANDS = {"show": show}
+
+
 def _look(store: StoreView, view: SessionView, name: str | None) -> _Shown:
     checkpoints = {checkpoint.checkpoint_id: checkpoint for checkpoint in view.checkpoints}
     if name is None:
@@ -57,14 +61,7 @@ def _look(store: StoreView, view: SessionView, name: str | None) -> _Shown:
     for branch in view.branches:
         if branch.name == name:
             return _branch(store, view, branch, checkpoints)
-    return _checkpoint(store, view, _resolve(view, name))
-
-
-def _resolve(view: SessionView, name: str) -> Checkpoint:
-    from agentmem.tree.tree import SessionTree  # networkx takes a fifth of a second
-
-    tree = SessionTree(view.checkpoints)
-    return tree.resolve(name, {branch.name: branch.tip for branch in view.branches})
+    return _checkpoint(store, view, find_checkpoint(view, name))
 
 
 def _session(view: SessionView, checkpoints: Mapping[CheckpointId, Checkpoint]) -> _Shown:

@@ -68,7 +68,7 @@ class _Cost:
 
 def stats(arguments: argparse.Namespace) -> Result:
     """Count what a store holds."""
-    with open_view(arguments.store) as store, store.environment.read() as txn:
+    with open_view(arguments) as store, store.environment.read() as txn:
         infos = all_infos(txn)
         found = _count(str(arguments.store), store, txn, kv_size(infos, infos))
     num_lost = sum(info is None for info in infos.values())
@@ -85,7 +85,7 @@ def stats(arguments: argparse.Namespace) -> Result:
 def du(arguments: argparse.Namespace) -> Result:
     """Tell the bytes of each branch: those that only it reaches, and those that it shares."""
     damaged: list[CorruptionError] = []
-    with open_view(arguments.store) as store, store.environment.read() as txn:
+    with open_view(arguments) as store, store.environment.read() as txn:
         wanted = None if arguments.session is None else store.catalog.find_session(txn, arguments.session).name
         infos = all_infos(txn)
         checkpoints = _checkpoints(txn, damaged)

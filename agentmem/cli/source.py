@@ -3,18 +3,20 @@
 Imports neither torch nor networkx, so that looking starts at once.
 """
 
+import argparse
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from agentmem._crypto import KEY_NBYTES
 from agentmem._lmdb import Environment, ReadTransaction, Table
 from agentmem.config import Config
-from agentmem.errors import CorruptionError
+from agentmem.errors import CorruptionError, InvalidInputError, NotFoundError
 from agentmem.ids import BlockDigest, CheckpointId
 from agentmem.tiers.blockindex import BlockInfo, read_info
 from agentmem.tree import rows
 from agentmem.tree.checkpoint import BranchRecord, Checkpoint, SessionRecord
-from agentmem.view import StoreView
+from agentmem.view import SessionView, StoreView
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +36,48 @@ class KvSize:
     num_missing_blocks: int = 0
 
 
-def open_view(path: Path) -> StoreView:
-    """Open a store for reading, also beside a process that writes.
+def open_store(
+    arguments: argparse.Namespace, *, create: bool = False, read_only: bool = False, exclusive: bool = False
+) -> Environment:
+    """Open the store that a command was given, with the key that it was given.
 
     Raises:
-        AgentMemError: As `Environment.open`.
+        AgentMemError: As `Environment.open`, and as `read_key`.
     """
-    return StoreView(Environment.open(path, read_only=True), Config())
+    key = read_key(arguments.key_file)
+    return Environment.open(arguments.store, create=create, read_only=read_only, exclusive=exclusive, key=key)
+
+
+def open_view(arguments: argparse.Namespace) -> StoreView:
+    """Open the store that a command was given, for reading, also beside processes that write.
+
+    Raises:
+        AgentMemError: As `open_store`.
+    """
+    return StoreView(open_store(arguments, read_only=True), Config())
+
+
+def read_key(path: Path | None) -> bytes | None:
+    """Return the key in a file: 32 bytes, or 64 hex digits; None when there is no file to read.
+
+    Raises:
+        NotFoundError: The file does not exist.
+        InvalidInputError: It holds no key.
+    """
+    if path is None:
+        return None
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError as error:
+        raise NotFoundError(f"there is no key file {str(path)!r}") from error
+    if len(data) != KEY_NBYTES:
+        try:
+            data = bytes.fromhex(data.decode("ascii"))
+        except ValueError:
+            data = b""
+    if len(data) != KEY_NBYTES:
+        raise InvalidInputError(f"{str(path)!r} holds no key: {KEY_NBYTES} bytes, or {2 * KEY_NBYTES} hex digits")
+    return data
 
 
 def split_target(store: StoreView, text: str) -> tuple[str, str | None]:
@@ -57,6 +94,18 @@ def split_target(store: StoreView, text: str) -> tuple[str, str | None]:
             if name in known:
                 return name, text[len(name) + 1 :] or None
         return store.catalog.find_session(txn, cuts[-1]).name, None  # which says what names are near
+
+
+def find_checkpoint(view: SessionView, name: str) -> Checkpoint:
+    """Return the checkpoint that is called so in a session: by its id, the first digits of it, or a branch's tip.
+
+    Raises:
+        NotFoundError: There is none; lists what is near.
+        InvalidInputError: Several ids begin so.
+    """
+    from agentmem.tree.tree import SessionTree  # networkx takes a fifth of a second
+
+    return SessionTree(view.checkpoints).resolve(name, {branch.name: branch.tip for branch in view.branches})
 
 
 def lineage(tip: CheckpointId | None, checkpoints: Mapping[CheckpointId, Checkpoint]) -> list[Checkpoint]:

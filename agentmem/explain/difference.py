@@ -9,10 +9,10 @@ import functools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TypeVar
 
 from agentmem.kv.hashing import unpack_tokens
+from agentmem.reasons import Reason
 
 Decode = Callable[[list[int]], str]
 """Gives the text of some tokens."""
@@ -38,29 +38,6 @@ _MAX_BRACKETS = 64
 """Brackets before the difference at which JSON may begin."""
 
 
-class Change(StrEnum):
-    """How a prompt differs from the stored tokens that it matches furthest."""
-
-    IDENTICAL = "identical"
-    """It is what is stored."""
-    EXTENDS = "extends"
-    """It is what is stored, and more."""
-    SHORTER = "shorter"
-    """It is the beginning of what is stored."""
-    INSERTED = "inserted"
-    """It has tokens that are not stored, and goes on as what is stored."""
-    REMOVED = "removed"
-    """It lacks stored tokens, and goes on as what is stored."""
-    REPLACED = "replaced"
-    """It has other tokens in the place of stored ones."""
-    REORDERED = "reordered"
-    """It has the same tokens, or the same JSON value, in another order."""
-    RETOKENISED = "retokenised"
-    """It has other tokens of the same text."""
-    NOTHING_IN_COMMON = "nothing-in-common"
-    """Not even the first token is the same, and the two do not meet."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
     """How a prompt differs from stored tokens.
@@ -74,7 +51,7 @@ class Difference:
         num_differences: Places where the two differ.
     """
 
-    change: Change
+    change: Reason
     position: int
     num_removed: int = 0
     num_inserted: int = 0
@@ -131,7 +108,7 @@ def compare(stored: bytes, asked: bytes, position: int, decode: Decode | None = 
     """
     old, new = stored[position * _NBYTES :], asked[position * _NBYTES :]
     if not old or not new:
-        change = Change.EXTENDS if new else Change.SHORTER if old else Change.IDENTICAL
+        change = Reason.EXTENDS if new else Reason.SHORTER if old else Reason.IDENTICAL
         return Difference(change=change, position=position)
     gaps = list(_Comparison(old, new).gaps())
     first = gaps[0]
@@ -249,17 +226,17 @@ def _token(data: bytes, index: int) -> bytes:
     return data[index * _NBYTES : (index + 1) * _NBYTES]
 
 
-def _change(old: bytes, new: bytes, first: _Gap, position: int) -> Change:
+def _change(old: bytes, new: bytes, first: _Gap, position: int) -> Reason:
     if not first.num_equal and not position:
-        return Change.NOTHING_IN_COMMON
+        return Reason.NOTHING_IN_COMMON
     if first.num_equal and not first.new_stop:
-        return Change.REMOVED
+        return Reason.REMOVED
     if first.num_equal and not first.old_stop:
-        return Change.INSERTED
+        return Reason.INSERTED
     removed, inserted = (
         sorted(unpack_tokens(data[: stop * _NBYTES])) for data, stop in ((old, first.old_stop), (new, first.new_stop))
     )
-    return Change.REORDERED if removed == inserted else Change.REPLACED
+    return Reason.REORDERED if removed == inserted else Reason.REPLACED
 
 
 # -- text
@@ -268,10 +245,10 @@ def _change(old: bytes, new: bytes, first: _Gap, position: int) -> Change:
 def _read(difference: Difference, stored: bytes, asked: bytes, decode: Decode) -> Difference:
     """Return the difference with what the texts say of it."""
     if _is_same_text(difference, stored, asked, decode):
-        return dataclasses.replace(difference, change=Change.RETOKENISED)
+        return dataclasses.replace(difference, change=Reason.RETOKENISED)
     start, stop = difference.position - _MAX_TEXT_TOKENS, difference.position + _MAX_TEXT_TOKENS
     if _is_same_json(decode(window(stored, start, stop)), decode(window(asked, start, stop))):
-        return dataclasses.replace(difference, change=Change.REORDERED)
+        return dataclasses.replace(difference, change=Reason.REORDERED)
     return difference
 
 

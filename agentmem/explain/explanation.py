@@ -5,11 +5,10 @@ Knows nothing of how it is found out.
 
 from dataclasses import dataclass
 
-from agentmem.explain.difference import Change
-from agentmem.explain.reuse import Limit
 from agentmem.ids import CheckpointId, short
+from agentmem.reasons import Reason
 
-CONTINUING = frozenset({Change.IDENTICAL, Change.EXTENDS, Change.SHORTER})
+CONTINUING = frozenset({Reason.IDENTICAL, Reason.EXTENDS, Reason.SHORTER})
 """Changes in which no token differs."""
 
 
@@ -44,8 +43,8 @@ class Explanation:
             and goes on with the rest of the prompt; for the match of another session, on an empty branch.
         num_reusable_fresh: Leading tokens that need not be fed when all of the prompt is appended to an empty branch,
             in whatever session: whole blocks.
-        change: How the prompt differs from the match.
-        limit: Why `num_reusable` is less than `num_equal`.
+        change: How the prompt differs from the match, in a word of `reasons.CHANGES`.
+        limit: Why `num_reusable` is less than `num_equal`, in a word of `reasons.LIMITS`; COMPLETE when it is not.
         first_difference: Index of the first token that differs; None when the prompt is the match, goes on where it
             ends, or ends within it.
         num_removed: Stored tokens there that the prompt lacks, up to where the two meet again or end.
@@ -65,8 +64,8 @@ class Explanation:
     num_equal: int = 0
     num_reusable: int = 0
     num_reusable_fresh: int = 0
-    change: Change = Change.NOTHING_IN_COMMON
-    limit: Limit = Limit.NONE
+    change: Reason = Reason.NOTHING_IN_COMMON
+    limit: Reason = Reason.COMPLETE
     first_difference: int | None = None
     num_removed: int = 0
     num_inserted: int = 0
@@ -102,28 +101,28 @@ class Explanation:
 
 
 _OF_LIMITS = {
-    Limit.PENDING: "the model was not fed these tokens yet; they are computed once",
-    Limit.NOT_SAVED: "their KV was lost with its process; end one with checkpoint(), flush() or close()",
-    Limit.MISSING: "their KV is stored nowhere any more; it is computed once, and stored again",
-    Limit.DAMAGED: "their KV is damaged; it is computed once, and stored again; run `agentmem check`",
-    Limit.FOREIGN_MODEL: "their KV belongs to another model or adapter; open the store with that one to use it",
-    Limit.FOREIGN_BLOCK_SIZE: "their KV is in blocks of another size; open the store with that Config.block_size",
-    Limit.FOREIGN_SALT: "their KV is stored under another salt; open the store with that Config.salt to use it",
-    Limit.NO_STATE: "no layer state is kept nearer to the difference; make a checkpoint where prompts begin to differ",
-    Limit.MEDIA: "an image or audio is fed as a whole; put what changes before or behind it",
-    Limit.REGIME: "the model rotates its keys otherwise at this length; stay below it, or pay once",
-    Limit.APPROXIMATE: "an edit moved their KV there, which is not exact; append to {line} to go on with it as it is",
-    Limit.WHOLE_BLOCKS: "sessions share whole blocks only; fork in session {session!r} to reuse the rest too",
+    Reason.PENDING: "the model was not fed these tokens yet; they are computed once",
+    Reason.NOT_SAVED: "their KV was lost with its process; end one with checkpoint(), flush() or close()",
+    Reason.MISSING: "their KV is stored nowhere any more; it is computed once, and stored again",
+    Reason.DAMAGED: "their KV is damaged; it is computed once, and stored again; run `agentmem check`",
+    Reason.FOREIGN_MODEL: "their KV belongs to another model or adapter; open the store with that one to use it",
+    Reason.FOREIGN_BLOCK_SIZE: "their KV is in blocks of another size; open the store with that Config.block_size",
+    Reason.FOREIGN_SALT: "their KV is stored under another salt; open the store with that Config.salt to use it",
+    Reason.NO_STATE: "no layer state is kept nearer to the difference; make a checkpoint where prompts begin to differ",
+    Reason.WITHIN_MEDIA: "an image or audio is fed as a whole; put what changes before or behind it",
+    Reason.REGIME: "the model rotates its keys otherwise at this length; stay below it, or pay once",
+    Reason.APPROXIMATE: "an edit moved their KV there, which is not exact; append to {line} to go on with it as it is",
+    Reason.WHOLE_BLOCKS: "sessions share whole blocks only; fork in session {session!r} to reuse the rest too",
 }
 """Advice when tokens are the same, and yet not reused."""
 
 _OF_CHANGES = {
-    Change.IDENTICAL: "it is stored; go on with {point}",
-    Change.EXTENDS: "go on with {point} and append only the last {num_new}",
-    Change.SHORTER: "it is stored; fork {line} and rewind the fork to {num_equal}",
-    Change.RETOKENISED: "append token ids as they were sampled: their text was encoded again, into other ids",
-    Change.REORDERED: "append to what is stored instead of writing it again in another order",
-    Change.NOTHING_IN_COMMON: "nothing of it is stored; it is computed once, and reused from then on",
+    Reason.IDENTICAL: "it is stored; go on with {point}",
+    Reason.EXTENDS: "go on with {point} and append only the last {num_new}",
+    Reason.SHORTER: "it is stored; fork {line} and rewind the fork to {num_equal}",
+    Reason.RETOKENISED: "append token ids as they were sampled: their text was encoded again, into other ids",
+    Reason.REORDERED: "append to what is stored instead of writing it again in another order",
+    Reason.NOTHING_IN_COMMON: "nothing of it is stored; it is computed once, and reused from then on",
 }
 _MET_AGAIN = "append to what is stored instead of rendering it again, and put text that changes last"
 _APART = "fork {line}, rewind the fork to {num_equal} and append the last {num_new}"

@@ -9,14 +9,14 @@ from agentmem.errors import InvalidInputError
 from agentmem.explain.explanation import Explanation
 from agentmem.explain.lines import Line, Lines
 from agentmem.explain.recorded import RecordedKv, has_salt, read_lines
-from agentmem.explain.reuse import Kept, Limit
+from agentmem.explain.reuse import Kept
 from agentmem.explain.search import explain
 from agentmem.ids import BlockDigest, BlockHash, CheckpointId
 from agentmem.kv.hashing import pack_tokens
 from agentmem.marks import marks_between, media_start
+from agentmem.reasons import Reason
 from agentmem.runtime import Runtime
 from agentmem.state import BranchState
-from agentmem.stats import Reason
 from agentmem.tiers.states import LayerState
 from agentmem.tree.catalog import Catalog
 from agentmem.tree.checkpoint import SessionRecord, StateRef
@@ -174,19 +174,19 @@ class LiveLibrary:
             points=tuple(_state_ref(point) for point in points),
             regime=state.regime,
             limit=limit,
-            loss=Limit.DAMAGED if entry.state.loss is Reason.DAMAGED else Limit.MISSING,
+            loss=Reason.DAMAGED if entry.state.loss is Reason.DAMAGED else Reason.MISSING,
             has_states=self.shelf.has_states,
         )
 
-    def _limit(self, state: BranchState, equal: int) -> Limit:
+    def _limit(self, state: BranchState, equal: int) -> Reason:
         """Return why a branch has no KV of its first `equal` tokens, or cannot go on behind them."""
         if state.num_kv >= equal:
-            return Limit.NO_STATE if self.shelf.has_states else Limit.NONE
+            return Reason.NO_STATE if self.shelf.has_states else Reason.COMPLETE
         if state.loss is Reason.COMPLETE:
-            return Limit.PENDING
+            return Reason.PENDING
         is_resized = self.record.block_size != self.shelf.block_size
         is_foreign = state.loss is Reason.FOREIGN_MODEL
-        return Limit.FOREIGN_BLOCK_SIZE if is_foreign and is_resized else Limit(state.loss.value)
+        return Reason.FOREIGN_BLOCK_SIZE if is_foreign and is_resized else state.loss
 
 
 def _state_ref(state: LayerState) -> StateRef:

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from agentmem._lmdb import ReadTransaction, Table
 from agentmem.errors import CorruptionError
 from agentmem.explain.lines import Line, Lines, branch_lines
-from agentmem.explain.reuse import Kept, Limit
+from agentmem.explain.reuse import Kept
 from agentmem.ids import BlockDigest, BlockHash, CheckpointId, Fingerprint
 from agentmem.kv.hashing import chain_hash, pack_tokens, part_hash, root_hash, unpack_tokens
 from agentmem.marks import pack_marks
+from agentmem.reasons import Reason
 from agentmem.tree import nodes
 from agentmem.tree.catalog import Catalog
 from agentmem.tree.checkpoint import TOKEN_NBYTES, BlockRef, Checkpoint, SessionRecord, StateRef
@@ -26,7 +27,7 @@ class _Known:
     num_kv: int = 0
     points: tuple[StateRef, ...] = ()
     regime: bytes = b""
-    limit: Limit = Limit.NONE
+    limit: Reason = Reason.COMPLETE
 
 
 class RecordedKv:
@@ -52,16 +53,16 @@ class RecordedKv:
         # What is cut back to a checkpoint takes over what that has, when it has more.
         return max(self._kept(whole, limit), self._kept(known, limit), key=lambda kept: kept.reach(equal))
 
-    def _limit(self, line: Line, known: _Known, equal: int) -> Limit:
+    def _limit(self, line: Line, known: _Known, equal: int) -> Reason:
         """Return why a line has no KV of its first `equal` tokens, or cannot go on behind them."""
         if known.num_kv >= equal:
-            return Limit.NO_STATE if self._has_states else Limit.NONE
+            return Reason.NO_STATE if self._has_states else Reason.COMPLETE
         num_fed = self._lines.num_tokens(line) - line.num_pending
-        if known.limit is Limit.NONE:
-            return Limit.PENDING if num_fed <= known.num_kv else Limit.NOT_SAVED
+        if known.limit is Reason.COMPLETE:
+            return Reason.PENDING if num_fed <= known.num_kv else Reason.NOT_SAVED
         return known.limit
 
-    def _kept(self, known: _Known, limit: Limit) -> Kept:
+    def _kept(self, known: _Known, limit: Reason) -> Kept:
         return Kept(
             num_kv=known.num_kv,
             blocks=known.blocks,
@@ -76,12 +77,12 @@ class RecordedKv:
         """Return what there is up to a checkpoint, given what there is up to its parent."""
         if checkpoint.fingerprint != self._fingerprint:
             is_resized = self._lines.block_size != self._block_size
-            return dataclasses.replace(before, limit=Limit.FOREIGN_BLOCK_SIZE if is_resized else Limit.FOREIGN_MODEL)
+            return dataclasses.replace(before, limit=Reason.FOREIGN_BLOCK_SIZE if is_resized else Reason.FOREIGN_MODEL)
         if not checkpoint.has_kv:
-            return dataclasses.replace(before, limit=Limit.NOT_SAVED)
+            return dataclasses.replace(before, limit=Reason.NOT_SAVED)
         first = checkpoint.first_block
         if first > len(before.blocks):
-            return dataclasses.replace(before, limit=Limit.MISSING)
+            return dataclasses.replace(before, limit=Reason.MISSING)
         blocks = before.blocks.fork()
         blocks.truncate(first)
         blocks.extend(checkpoint.blocks)

@@ -5,44 +5,13 @@ Moves no KV and imports no torch. Whether a stored block is damaged shows only w
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Protocol
 
 from agentmem.ids import BlockDigest, BlockHash
 from agentmem.kv.hashing import chain_hash, state_hash
 from agentmem.marks import MarkKind, Marks, media_start, pack_marks
+from agentmem.reasons import Reason
 from agentmem.tree.checkpoint import StateRef
-
-
-class Limit(StrEnum):
-    """Why not all tokens that are the same as stored ones are reused."""
-
-    NONE = "none"
-    """They all are."""
-    PENDING = "pending"
-    """The model was not fed the last ones yet."""
-    NOT_SAVED = "not-saved"
-    """Their KV had not reached the disk when its process ended."""
-    MISSING = "missing"
-    """A block of them is in no tier."""
-    DAMAGED = "damaged"
-    """A block of them failed its checksum when it was read."""
-    FOREIGN_MODEL = "foreign-model"
-    """Their KV was computed by another model, adapter or dtype."""
-    FOREIGN_BLOCK_SIZE = "foreign-block-size"
-    """Their KV was stored with another `Config.block_size`."""
-    FOREIGN_SALT = "foreign-salt"
-    """Their KV was stored with another `Config.salt`."""
-    NO_STATE = "no-state"
-    """The layer state at the difference is not kept; the model goes on from the nearest earlier one."""
-    MEDIA = "media"
-    """The difference lies inside of an image, audio or other media, which is fed as a whole."""
-    REGIME = "regime"
-    """A prompt of this length rotates all its keys in another way than the stored one."""
-    APPROXIMATE = "approximate"
-    """Their KV was moved there by an edit, and never passes for exact."""
-    WHOLE_BLOCKS = "whole-blocks"
-    """Sessions share whole blocks only."""
 
 
 class NamedBlock(Protocol):
@@ -91,8 +60,8 @@ class Kept:
     num_hot: int = 0
     points: tuple[StateRef, ...] = ()
     regime: bytes = b""
-    limit: Limit = Limit.NONE
-    loss: Limit = Limit.MISSING
+    limit: Reason = Reason.COMPLETE
+    loss: Reason = Reason.MISSING
     has_states: bool = False
 
     def reach(self, position: int) -> int:
@@ -159,7 +128,7 @@ class Foreseen:
     """
 
     num_tokens: int
-    limit: Limit
+    limit: Reason
 
 
 def shared_marks(marks: Marks, equal: int) -> Marks:
@@ -183,7 +152,7 @@ def foresee(asked: Asked, equal: int, kept: Kept, marks: Marks, shelf: Shelf) ->
     regime = shelf.regime(len(asked.tokens))
     if regime is not None and regime != kept.regime:
         num_tokens = _Chain(asked, shelf, regime).extended([], 0)
-        return Foreseen(num_tokens, Limit.NONE if num_tokens >= equal else Limit.REGIME)
+        return Foreseen(num_tokens, Reason.COMPLETE if num_tokens >= equal else Reason.REGIME)
     exact = _exact(marks, equal)
     num_kv = media_start(marks, _available(kept, min(equal, exact), shelf))
     num_tokens = position = _restart(num_kv, len(asked.tokens), kept, shelf)
@@ -191,7 +160,7 @@ def foresee(asked: Asked, equal: int, kept: Kept, marks: Marks, shelf: Shelf) ->
         blocks = kept.blocks.slice(0, position // shelf.block_size)
         num_tokens = _Chain(asked, shelf, kept.regime).extended(blocks, position)
     if num_tokens >= equal:
-        return Foreseen(num_tokens, Limit.NONE)
+        return Foreseen(num_tokens, Reason.COMPLETE)
     return Foreseen(num_tokens, _limit(kept, marks, equal, exact, num_kv, position))
 
 
@@ -244,13 +213,13 @@ def _restart(num_kv: int, num_tokens: int, kept: Kept, shelf: Shelf) -> int:
     return max((point.position for point in points if all(map(shelf.contains, point.digests))), default=0)
 
 
-def _limit(kept: Kept, marks: Marks, equal: int, exact: int, num_kv: int, position: int) -> Limit:
+def _limit(kept: Kept, marks: Marks, equal: int, exact: int, num_kv: int, position: int) -> Reason:
     if position < num_kv:
-        return Limit.NO_STATE
+        return Reason.NO_STATE
     wanted = min(equal, exact)
     if num_kv < media_start(marks, wanted):
-        return kept.limit if num_kv >= kept.num_kv and kept.limit is not Limit.NONE else kept.loss
-    return Limit.APPROXIMATE if exact < equal else Limit.MEDIA
+        return kept.limit if num_kv >= kept.num_kv and kept.limit is not Reason.COMPLETE else kept.loss
+    return Reason.APPROXIMATE if exact < equal else Reason.WITHIN_MEDIA
 
 
 class _Chain:

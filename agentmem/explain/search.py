@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from agentmem.errors import InvalidInputError
-from agentmem.explain.difference import Change, Decode, Difference, compare, window
+from agentmem.explain.difference import Decode, Difference, compare, window
 from agentmem.explain.explanation import CONTINUING, Explanation, Match
 from agentmem.explain.lines import Line, Lines
-from agentmem.explain.reuse import Asked, Foreseen, Kept, Limit, Shelf, foresee, foresee_anew, shared_marks
+from agentmem.explain.reuse import Asked, Foreseen, Kept, Shelf, foresee, foresee_anew, shared_marks
 from agentmem.ids import BlockHash
 from agentmem.kv.hashing import chain_hash, pack_tokens
 from agentmem.marks import pack_marks
+from agentmem.reasons import Reason
 from agentmem.tree.checkpoint import TOKEN_NBYTES
 
 _NUM_BEFORE, _NUM_SHOWN = 8, 16
@@ -90,7 +91,7 @@ class _Search:
             return Explanation(num_tokens=len(self._tokens))
         stored = found.lines.tokens(found.line)
         difference = compare(stored, self._packed, found.equal, self._decode)
-        if difference.is_met_again or difference.change not in {Change.REPLACED, Change.SHORTER}:
+        if difference.is_met_again or difference.change not in {Reason.REPLACED, Reason.SHORTER}:
             return self._described(found, difference, stored)
         # The rest is no change of what is stored: where a branch may begin, the prompt begins one more.
         point = self._ending(found)
@@ -145,19 +146,19 @@ class _Search:
 
     # -- how much
 
-    def _limit_elsewhere(self, asked: Asked, equal: int, kept: Kept, num_tokens: int) -> Limit:
+    def _limit_elsewhere(self, asked: Asked, equal: int, kept: Kept, num_tokens: int) -> Reason:
         """Return why only `num_tokens` tokens are found by name of those that another session has."""
         size = self._shelf.block_size
         if num_tokens >= equal:
-            return Limit.NONE
+            return Reason.COMPLETE
         if num_tokens >= equal - size:
-            return Limit.WHOLE_BLOCKS
-        if kept.num_kv < equal - size and kept.limit is not Limit.NONE:
+            return Reason.WHOLE_BLOCKS
+        if kept.num_kv < equal - size and kept.limit is not Reason.COMPLETE:
             return kept.limit
         name = self._first_name(asked, kept.regime)
         is_ours = name is None or not len(kept.blocks) or kept.blocks.slice(0, 1)[0].block_hash == name
-        limit = Limit.NO_STATE if self._shelf.has_states else Limit.MISSING
-        return limit if is_ours else Limit.FOREIGN_SALT
+        limit = Reason.NO_STATE if self._shelf.has_states else Reason.MISSING
+        return limit if is_ours else Reason.FOREIGN_SALT
 
     def _first_name(self, asked: Asked, regime: bytes) -> BlockHash | None:
         """Return the name of the prompt's first block; None when the name of the empty prefix is not known."""
@@ -168,7 +169,7 @@ class _Search:
 
     def _described(self, found: _Found, difference: Difference, stored: bytes) -> Explanation:
         equal = found.equal
-        change = difference.change if equal or difference.is_met_again else Change.NOTHING_IN_COMMON
+        change = difference.change if equal or difference.is_met_again else Reason.NOTHING_IN_COMMON
         is_going_on = change in CONTINUING
         num_old = num_new = _NUM_SHOWN
         if difference.num_removed and difference.num_inserted:

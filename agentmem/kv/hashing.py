@@ -76,6 +76,11 @@ def root_state_hash(root: BlockHash, marks: Sequence[bytes]) -> BlockHash:
     return BlockHash(hash_fields(_BLOCK_TAG, (b"encoded", root, *marks)))
 
 
+def media_hash(salt: bytes, digest: bytes) -> BlockHash:
+    """Return the name of the model inputs whose content `digest` names, under a tenant's salt."""
+    return BlockHash(hash_fields(_BLOCK_TAG, (b"media", salt, digest)))
+
+
 def part_hash(name: BlockHash, part: int) -> BlockHash:
     """Return the name of one of the records that hold what `name` names."""
     return BlockHash(hash_fields(_BLOCK_TAG, (b"part", name, part.to_bytes(4, "little"))))

@@ -8,7 +8,7 @@ from agentmem.search.budget import Budget
 from agentmem.search.growth import Sampling, Together
 from agentmem.search.node import Expansion, Node, NodeState
 from agentmem.search.policies.base import Policy
-from agentmem.search.result import SearchResult, Stop
+from agentmem.search.result import SearchResult
 from agentmem.search.runner import look, run, tree_of
 from agentmem.search.tree import SearchTree
 from agentmem.search.verbs import beam, best_first, best_of_n, mcts
@@ -22,7 +22,6 @@ __all__ = [
     "Sampling",
     "SearchResult",
     "SearchTree",
-    "Stop",
     "Together",
     "beam",
     "best_first",

@@ -1,22 +1,8 @@
 """What a search found, and why it ended."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 
-
-class Stop(StrEnum):
-    """Why a search ended."""
-
-    RUNNING = "running"
-    """It has not ended: its process was stopped, or one of the user's functions raised."""
-    FINISHED = "finished"
-    """The policy has nothing more to expand: it has its answers, or all there is was tried."""
-    STEPS = "steps"
-    """The budget of steps is used up."""
-    TOKENS = "tokens"
-    """The budget of tokens does not allow for another child."""
-    NBYTES = "nbytes"
-    """The budget of bytes does not allow for another child, whatever is let go of."""
+from agentmem.reasons import Reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +15,7 @@ class SearchResult:
             highest score; when there is no node, the branch where the search began.
         score: Its score; -inf when there is no node.
         is_done: Whether it is an answer.
-        stopped: Why the search ended.
+        stopped: Why the search ended, in a word of `reasons.STOPS`.
         num_steps: Steps.
         num_fed: Tokens that the model was fed by them.
         num_nodes: Nodes that were made, the root and the dead ones included.
@@ -42,7 +28,7 @@ class SearchResult:
     best: str
     score: float
     is_done: bool
-    stopped: Stop
+    stopped: Reason
     num_steps: int
     num_fed: int
     num_nodes: int

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Generic
 
 from agentmem.errors import InvalidInputError
+from agentmem.reasons import Reason
 from agentmem.search.budget import UNLIMITED, Budget, afford, count_children
 from agentmem.search.growth import Child, Expand, Nursery, Sampling
 from agentmem.search.home import Home
@@ -18,7 +19,7 @@ from agentmem.search.node import Expansion, Node, NodeState
 from agentmem.search.policies.base import Policy
 from agentmem.search.protocols import B, IsDone, Score, SearchSession
 from agentmem.search.prune import make_room
-from agentmem.search.result import SearchResult, Stop
+from agentmem.search.result import SearchResult
 from agentmem.search.tree import SearchTree
 
 logger = logging.getLogger(__name__)
@@ -125,7 +126,7 @@ class Runner(Generic[B]):
         home = self._home
         while True:
             expansions, stop = self._next()
-            if stop is not Stop.RUNNING:
+            if stop is not Reason.RUNNING:
                 home.commit(dataclasses.replace(home.stored, stopped=stop))
                 return home.result()
             try:
@@ -134,19 +135,19 @@ class Runner(Generic[B]):
                 home.tidy()
                 raise
 
-    def _next(self) -> tuple[Sequence[Expansion], Stop]:
+    def _next(self) -> tuple[Sequence[Expansion], Reason]:
         """Return what to expand, as far as the budget allows, or why to stop."""
         stored, budget = self._home.stored, self._budget
         wanted = self._policy.choose(self._home.tree)
         if not wanted:
-            return (), Stop.FINISHED
+            return (), Reason.FINISHED
         if budget.steps is not None and stored.num_steps >= budget.steps:
-            return (), Stop.STEPS
+            return (), Reason.STEP_BUDGET
         affordable = self._within_tokens(wanted)
         if not affordable:
-            return (), Stop.TOKENS
+            return (), Reason.TOKEN_BUDGET
         affordable = self._within_nbytes(affordable)
-        return affordable, Stop.RUNNING if affordable else Stop.NBYTES
+        return affordable, Reason.RUNNING if affordable else Reason.BYTE_BUDGET
 
     def _within_tokens(self, wanted: Sequence[Expansion]) -> Sequence[Expansion]:
         if self._budget.tokens is None:
@@ -180,7 +181,7 @@ class Runner(Generic[B]):
                 stored,
                 num_steps=stored.num_steps + 1,
                 peak_nbytes=max(stored.peak_nbytes, home.nbytes_with(children)),
-                stopped=Stop.RUNNING,
+                stopped=Reason.RUNNING,
                 nodes=self._after(expansions, children).nodes,
             )
         )

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import cast
 
 from agentmem.errors import CorruptionError
+from agentmem.reasons import Reason
 from agentmem.search.node import Node, NodeState
-from agentmem.search.result import Stop
 
 KEY = "search"
 """Where in the extras of its branches a search keeps what it needs to know again; `score` beside it holds the score."""
@@ -37,7 +37,7 @@ class Stored:
     seed: int
     num_steps: int = 0
     peak_nbytes: int = 0
-    stopped: Stop = Stop.RUNNING
+    stopped: Reason = Reason.RUNNING
     nodes: tuple[Node, ...]
 
 
@@ -75,7 +75,7 @@ def unpack(fields: object, name: str) -> Stored | None:
             seed=int(cast("str", fields["seed"])),
             num_steps=int(cast("int", fields["steps"])),
             peak_nbytes=int(cast("int", fields["peak_nbytes"])),
-            stopped=Stop(cast("str", fields["stopped"])),
+            stopped=Reason(cast("str", fields["stopped"])),
             nodes=tuple(nodes),
         )
     except (KeyError, TypeError, ValueError, IndexError) as error:

@@ -3,26 +3,33 @@
 Knows blocks by their two names and runs of tokens on the device; knows nothing of sessions or of the model.
 """
 
+import contextlib
 import logging
 import threading
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
+import torch
 from torch import Tensor
 
+from agentmem._future import Future
 from agentmem.errors import CorruptionError, NotFoundError, ReadOnlyError, SpecMismatchError, StorageFullError
 from agentmem.ids import BlockDigest, BlockHash, short
 from agentmem.kv import record as record_format
 from agentmem.kv.spec import KVSpec
-from agentmem.stats import Counters, Reason
+from agentmem.presence import taken_if_free
+from agentmem.reasons import Reason
+from agentmem.stats import Counters
+from agentmem.tiers.crew import Crew
 from agentmem.tiers.device import Workspace, empty_sections
 from agentmem.tiers.disk import DiskTier
 from agentmem.tiers.host import HostTier
 from agentmem.tiers.identity import Identity
-from agentmem.tiers.mover import Job, Mover
+from agentmem.tiers.mover import AnyJob, Busy, Job, Mover
 from agentmem.tiers.runs import Cursor
+from agentmem.tiers.streams import Order
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +59,7 @@ class SealedBlock:
         self.digest = digest
         self.source: tuple[Workspace, Cursor] | None = None
         """Where its bytes are on the device, until the disk has them."""
-        self.job: Job | None = None
+        self.job: AnyJob | None = None
         self.stored: Future[None] | None = None
 
     @property
@@ -70,12 +77,14 @@ class Want:
         out: Where its tokens from `skip` on go: one `[L, H, T, D]` per section.
         num_tokens: Tokens wanted, T; at most what is left of the block.
         skip: Leading tokens of the block that are on the device already.
+        order: Of what threads do to the memory it goes to; None where that is the CPU's.
     """
 
     block: SealedBlock
     out: list[Tensor]
     num_tokens: int
     skip: int = 0
+    order: Order | None = None
 
     @property
     def is_on_cpu(self) -> bool:
@@ -133,7 +142,7 @@ class BlockStore:
         self._is_saving = is_saving
         self._counters = counters
         self._mover = Mover()
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="agentmem-load")
+        self._crew = Crew(num_threads, "agentmem-load")
         self._num_threads = num_threads
         self._known: weakref.WeakValueDictionary[BlockHash, SealedBlock] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
@@ -182,6 +191,13 @@ class BlockStore:
                 block.job = self._save_job(block)
             block.job.run()
 
+    def keep(self, blocks: Sequence[SealedBlock]) -> None:
+        """Have the mover save blocks that nobody may hold any more by then, unless saving in the background is off."""
+        for block in blocks if self._is_saving else ():
+            job = block.job
+            if job is not None:
+                self._mover.submit(job, needs=block)
+
     def raise_failures(self, blocks: Sequence[SealedBlock]) -> None:
         """Raise the error for which one of the blocks did not reach the disk, if any; `save` may be tried again."""
         for block in blocks:
@@ -194,11 +210,10 @@ class BlockStore:
         for block in blocks:
             if block.digest is None or block.stop > cursor.length or self.host.contains(block.digest):
                 continue  # what lies beyond the cursor is not on the device: it is on disk
-            sections = empty_sections(self.spec, block.num_tokens)
-            workspace.gather(cursor, block.start, block.stop, sections)
-            if not self.host.store(block.digest, sections):
+            shapes = [(shape, getattr(torch, self.spec.dtype)) for shape in self.spec.section_shapes(block.num_tokens)]
+            if not self.host.fill(block.digest, shapes, partial(workspace.gather, cursor, block.start, block.stop)):
                 return
-            self._counters.add("device_to_host_nbytes", sum(section.nbytes for section in sections))
+            self._counters.add("device_to_host_nbytes", block.num_tokens * self.spec.token_nbytes)
 
     def load(self, wanted: Sequence[Want]) -> Loaded:
         """Bring blocks onto the device, several threads at once, and verify every byte.
@@ -206,7 +221,7 @@ class BlockStore:
         Stops being useful at the first block that cannot be had: what lies after it in `wanted` is not counted.
         """
         outcomes: list[_Outcome] = []
-        for part in self._pool.map(self._load_run, self._tasks(wanted)):
+        for part in self._crew.do(self._load_run, self._tasks(wanted)):
             outcomes.extend(part)
         loaded = Loaded()
         for want, outcome in zip(wanted, outcomes, strict=True):
@@ -222,32 +237,44 @@ class BlockStore:
             self._counters.add(f"{tier}_to_device_nbytes", num_tokens * self.spec.token_nbytes)
         return loaded
 
-    def flush(self) -> None:
-        """Hand every sealed block to the disk's writer."""
-        self._mover.drain()
+    def flush(self, *, is_patient: bool = True) -> None:
+        """Hand every sealed block to the disk's writer; without patience none whose workspace another thread uses."""
+        self._mover.drain(is_patient=is_patient)
 
     def close(self) -> None:
         """Finish saving and end the threads."""
         self._mover.close()
-        self._pool.shutdown()
+        self._crew.close()
 
-    def _save_job(self, block: SealedBlock) -> Job:
+    def _save_job(self, block: SealedBlock) -> AnyJob:
         """Make the job that saves a block; a block that nobody holds any more by then is not saved."""
         alive = weakref.ref(block)
 
-        def work() -> None:
+        def fetch(is_patient: bool) -> list[Tensor] | None:
             still = alive()
-            if still is not None:
-                self._save(still)
+            return None if still is None else self._gathered(still, is_patient=is_patient)
 
-        return Job(work)
+        def work(sections: list[Tensor]) -> None:
+            still = alive()
+            if still is not None and still.source is not None:
+                self._save(still, sections)
 
-    def _save(self, block: SealedBlock) -> None:
-        if block.source is None:
-            return
-        workspace, cursor = block.source
-        sections = empty_sections(self.spec, block.num_tokens)
-        workspace.gather(cursor, block.start, block.stop, sections)
+        return Job(fetch, work)
+
+    def _gathered(self, block: SealedBlock, *, is_patient: bool) -> list[Tensor] | None:
+        """Copy a block's KV off the device; None when the disk has it."""
+        source = block.source
+        if source is None:
+            return None
+        workspace, cursor = source
+        with contextlib.nullcontext(True) if is_patient else taken_if_free(workspace.lock) as is_free:
+            if not is_free:
+                raise Busy
+            sections = empty_sections(self.spec, block.num_tokens)
+            workspace.gather(cursor, block.start, block.stop, sections)
+            return sections
+
+    def _save(self, block: SealedBlock, sections: list[Tensor]) -> None:
         record = record_format.pack(
             sections,
             block_hash=block.block_hash,
@@ -256,9 +283,9 @@ class BlockStore:
             codec=self._codec,
             num_tokens=block.num_tokens,
         )
-        block.digest = record.digest
-        block.stored = self.disk.store([record])
-        block.stored.add_done_callback(lambda stored: _release_source(block, stored))
+        stored = self.disk.store([record])
+        block.digest, block.stored = record.digest, stored
+        stored.add_done_callback(lambda stored: _release_source(block, stored))
         self._counters.add("device_to_disk_nbytes", record.raw_nbytes)
 
     def _tasks(self, wanted: Sequence[Want]) -> list[Sequence[Want]]:
@@ -294,8 +321,8 @@ class BlockStore:
         except _UNAVAILABLE:
             reason = Reason.MISSING
         except (CorruptionError, SpecMismatchError) as error:
-            logger.warning("block %s is damaged and not used: %s", short(want.block.block_hash), error)
             reason = self._note_damage(want.block)
+            logger.warning("block %s is not used (%s): %s", short(want.block.block_hash), reason, error)
         digest = self.disk.find(want.block.block_hash)
         if digest is None or digest == want.block.digest:
             return _Outcome(None, "", reason)
@@ -322,8 +349,7 @@ class BlockStore:
                 stored.result()
             self.disk.load(block.digest, sections)
         if not is_direct:
-            for source, target in zip(sections, want.out, strict=True):
-                target.copy_(source[:, :, want.skip : want.skip + want.num_tokens])
+            _copy_in(sections, want)
         return tier
 
     def _note_damage(self, block: SealedBlock) -> Reason:
@@ -333,6 +359,16 @@ class BlockStore:
             self.host.remove(block.digest)
             self.disk.mark_damaged(block.digest)
         return Reason.DAMAGED
+
+
+def _copy_in(sections: Sequence[Tensor], want: Want) -> None:
+    """Copy the wanted tokens of a block to where they are wanted, after whatever was done there before."""
+    if want.order is not None:
+        want.order.follow()
+    for source, target in zip(sections, want.out, strict=True):
+        target.copy_(source[:, :, want.skip : want.skip + want.num_tokens])
+    if want.order is not None:
+        want.order.note()
 
 
 def _failure(block: SealedBlock) -> BaseException | None:

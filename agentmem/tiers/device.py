@@ -10,28 +10,26 @@ to a private segment, once, when the active branch diverges. This file knows not
 Source: SGLang's radix cache (runs), and the append-only segments and delta attach of a prototype (docs/experiments.md).
 """
 
-import contextlib
 import math
-import mmap
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from agentmem.errors import CapacityError, NotFoundError
 from agentmem.kv.spec import KVSpec
+from agentmem.tiers.memory import copy_tokens, empty
 from agentmem.tiers.runs import Cursor, Run, Segment, Storage
+from agentmem.tiers.streams import Order
 
 KEEP_COPY_TOKENS = 256
 """A private copy of at most this many tokens is kept while its run is in the workspace: moving out again is free."""
 
 GRANULE = 16
 """Capacities are multiples of this many tokens."""
-
-HUGE_PAGES_FROM_NBYTES = 4 << 20
-"""Sections of this size lie on huge pages on a CPU: touching them first costs a quarter (benchmarks/path.py)."""
 
 
 class Workspace:
@@ -47,6 +45,8 @@ class Workspace:
         self.storage: Storage | None = None
         self.layers: list[tuple[Tensor, Tensor]] = []
         """Per group and row, in order of the spec's groups: keys and values `[1, H, capacity, D]`, views of storage."""
+        self.order = Order(tier.device)
+        """Of what the model writes, what is loaded into the buffer, and what is copied out of it."""
         self._tier = tier
         self._chain: list[Run] = []
 
@@ -94,6 +94,7 @@ class Workspace:
 
     def commit(self, cursor: Cursor, num_tokens: int) -> None:
         """Make the `num_tokens` written after `begin` part of the cursor's path, and move the cursor to their end."""
+        self.order.note()
         with self.lock:
             run = cursor.run
             if run is not None and self._chain and run is self._chain[-1] and run.stop == cursor.length:
@@ -102,7 +103,7 @@ class Workspace:
                 return
             run = Run(run, cursor.length, cursor.length + num_tokens, is_attached=True)
             self._chain.append(run)
-            cursor.point(run, run.stop)
+            cursor.point(run, run.stop)  # interrupted before: a run that nobody needs, and that gives way to the next
 
     def gather(self, cursor: Cursor, start: int, stop: int, out: Sequence[Tensor]) -> None:
         """Copy the KV of the tokens [start, stop) of the cursor's path into `out`, one `[L, H, T, D]` per section.
@@ -112,6 +113,7 @@ class Workspace:
         """
         if stop > cursor.length:
             raise NotFoundError(f"tokens {start:,} to {stop:,} were asked of {cursor.length:,} that are on the device")
+        self.order.follow()
         with self.lock:
             for run, run_stop in cursor.path():
                 low, high = max(start, run.start), min(stop, run_stop)
@@ -135,27 +137,37 @@ class Workspace:
         """
         if self.storage is not None and num_tokens <= self.storage.capacity:
             return
-        old = self.storage
         self._evacuate(self.num_attached if keep is None else keep)
-        storage = self._tier.allocate(num_tokens + max(64, num_tokens // 16), replaces=old.nbytes if old else 0)
-        if old is not None and self.num_attached:
-            for source, target in zip(old.sections, storage.sections, strict=True):
-                target[:, :, : self.num_attached].copy_(source[:, :, : self.num_attached])
-        self.storage = storage
-        self.layers = [
+        old, wanted = self.storage, num_tokens + max(64, num_tokens // 16)
+        if old is None or not self.num_attached:
+            old = None
+            self._install(None)  # or views of the old buffer would keep its memory
+            self._install(self._tier.allocate(wanted))
+            return
+        try:
+            # Views of the old buffer would keep its memory. The buffer stays in its place: to make room, other branches
+            # of this very session may be saved from it.
+            self.layers = []
+            self._install(self._tier.grown(old, wanted, self.num_attached))
+        finally:
+            if not self.layers:
+                self._install(old)
+
+    def _install(self, storage: Storage | None) -> None:
+        sections = [] if storage is None else storage.sections
+        layers = [
             (keys[row].unsqueeze(0), values[row].unsqueeze(0))
-            for keys, values in zip(storage.sections[::2], storage.sections[1::2], strict=True)
+            for keys, values in zip(sections[::2], sections[1::2], strict=True)
             for row in range(keys.shape[0])
         ]
+        self.storage, self.layers = storage, layers
 
     def clear(self) -> None:
-        """Give the buffer back. No cursor of this workspace may be alive: `select` would find no KV."""
+        """Let go of the buffer. It is given back as soon as no cursor is alive, such as that of a block to be saved."""
         with self.lock:
-            for run in self._chain:
-                run.is_attached = False
-            self._chain.clear()
-            self.storage = None
-            self.layers = []
+            while self._chain:
+                self._let_go()
+            self.storage, self.layers = None, []
 
     def _shared_prefix(self, path: list[tuple[Run, int]]) -> tuple[int, int]:
         """Return how many leading tokens of `path` the workspace holds, and how many runs of the chain they touch."""
@@ -178,16 +190,14 @@ class Workspace:
 
     def _attach(self, run: Run, stop: int) -> None:
         """Copy a run in from its private segment, up to `stop`; what lies beyond becomes a run of its own."""
-        lower = self._split(run, stop) if stop < run.stop else run
+        lower = run.split(stop, self._chain) if stop < run.stop else run
         segment, length = lower.segment, lower.stop - lower.start
         if segment is None or segment.length < length:
             raise RuntimeError(f"run [{lower.start}, {lower.stop}) has no KV to attach")
         for source, target in zip(segment.views(0, length), self.slots(lower.start, lower.stop), strict=True):
             target.copy_(source)
-        if length > KEEP_COPY_TOKENS:
-            lower.segment = None
-        lower.is_attached = True
-        self._chain.append(lower)
+        lower.segment, lower.is_attached = segment if length <= KEEP_COPY_TOKENS else None, True
+        self._chain += [lower]
 
     def _evacuate(self, keep: int) -> None:
         """Empty the slots from `keep` on; what somebody needs of them goes to private segments."""
@@ -198,13 +208,13 @@ class Workspace:
             if run.needed_stop() != needed:
                 continue  # making room evicted somebody who needed this run: look again
             if needed > low:
-                lower = self._split(run, low) if low > run.start else None
+                if low > run.start:
+                    run.split(low, self._chain)
                 self._move_out(run, needed, fresh)
-                self._chain[-1:] = [lower] if lower is not None else []
             elif low > run.start:
-                _shorten(run, low)
+                run.shorten(low)
             else:
-                self._chain.pop().is_attached = False
+                self._leave()
 
     def _room_to_move(self, run: Run, low: int, stop: int) -> Segment | None:
         """Allocate a segment for the run's tokens [low, stop), unless its own has the room or nobody needs them."""
@@ -214,45 +224,35 @@ class Workspace:
         storage = self._tier.allocate(length)
         return Segment(storage, 0, 0, storage.capacity)
 
-    def _move_out(self, run: Run, stop: int, fresh: Segment | None) -> None:
-        """Leave the workspace: copy the tokens up to `stop` that the run's own segment does not hold yet."""
-        segment = run.segment
-        if fresh is not None:
-            if segment is not None:
-                _copy(segment.views(0, segment.length), fresh, 0, segment.length)
-                fresh.length = segment.length
-            run.segment = segment = fresh
-        if segment is None:
-            raise RuntimeError(f"run [{run.start}, {run.stop}) has no segment to move to")
-        held, length = segment.length, stop - run.start
-        if length > held:
-            _copy(self.slots(run.start + held, stop), segment, held, length)
-        segment.length = length
-        run.stop = stop
+    def _let_go(self) -> None:
+        """Take the last run out of the chain, and leave the buffer to it if somebody needs its tokens."""
+        chain, run = self._chain, self._chain[-1]
+        length, segment = run.needed_stop() - run.start, run.segment
+        if length > 0 and self.storage is not None and (segment is None or segment.length < length):
+            segment = Segment(self.storage, run.start, length, length)
+        run.segment, run.is_attached = segment, False
+        del chain[-1]
+
+    def _leave(self) -> None:
+        """Take the last run out of the chain."""
+        chain, run = self._chain, self._chain[-1]
         run.is_attached = False
+        del chain[-1]
 
-    def _split(self, run: Run, position: int) -> Run:
-        """Cut a run at `position`; return the new lower half. `run` stays the upper half, for all that point above."""
-        lower = Run(run.parent, run.start, position, is_attached=run.is_attached)
-        if run.parent is not None:
-            run.parent.children.discard(run)
-        for cursor in [cursor for cursor in run.cursors if cursor.length <= position]:
-            cursor.point(lower, cursor.length)
-        for child in [child for child in run.children if child.start <= position]:
-            run.children.discard(child)
-            child.parent = lower
-            lower.children.add(child)
-        if run.segment is not None:
-            lower.segment, run.segment = run.segment.cut(position - run.start)
-        run.parent, run.start = lower, position
-        lower.children.add(run)
-        return lower
-
-
-def _shorten(run: Run, stop: int) -> None:
-    run.stop = stop
-    if run.segment is not None:
-        run.segment.length = min(run.segment.length, stop - run.start)
+    def _move_out(self, run: Run, stop: int, fresh: Segment | None) -> None:
+        """Take the last run out: copy the tokens up to `stop` that its own segment does not hold yet."""
+        segment, held, length, chain = run.segment, 0, stop - run.start, self._chain
+        if segment is not None:
+            held = segment.length
+            if fresh is not None:
+                _copy(segment.views(0, held), fresh, 0, held)
+        target = segment if fresh is None else fresh
+        if target is None:
+            raise RuntimeError(f"run [{run.start}, {run.stop}) has no segment to move to")
+        if length > held:
+            _copy(self.slots(run.start + held, stop), target, held, length)
+        target.length, run.segment, run.stop, run.is_attached = length, target, stop, False
+        del chain[-1]
 
 
 def _copy(sources: Sequence[Tensor], segment: Segment, start: int, stop: int) -> None:
@@ -272,9 +272,10 @@ class DeviceTier:
         self.budget_nbytes = budget_nbytes
         self.make_room: Callable[[int], None] = lambda _needed_nbytes: None
         """Called with the bytes that are missing before an allocation is refused; frees what may be freed."""
+        self.bounce: Callable[[int], AbstractContextManager[bool]] = lambda _nbytes: nullcontext(False)
+        """Lends bytes of the host tier's memory, for as long as the context is open; gives False when it has none."""
         self._storages: weakref.WeakSet[Storage] = weakref.WeakSet()
         self._lock = threading.Lock()
-        self._reserved_nbytes = 0  # of allocations that are being made
 
     @property
     def nbytes(self) -> int:
@@ -282,82 +283,106 @@ class DeviceTier:
         with self._lock:
             return sum(storage.nbytes for storage in tuple(self._storages))
 
-    def allocate(self, num_tokens: int, *, replaces: int = 0, num_rows: int | None = None) -> Storage:
+    def allocate(self, num_tokens: int, *, num_rows: int | None = None) -> Storage:
         """Allocate KV for at least `num_tokens` tokens.
 
         Args:
             num_tokens: Tokens to hold; rounded up to a multiple of `GRANULE`.
-            replaces: Bytes that the caller frees as soon as it has copied them: counted as free already.
             num_rows: Rows that each hold so many tokens: sections are `[rows, L, H, capacity, D]`. None: no rows.
 
         Raises:
             CapacityError: The budget cannot hold it, even after `make_room`.
         """
-        capacity = -(-num_tokens // GRANULE) * GRANULE
-        nbytes = capacity * self.spec.token_nbytes * (1 if num_rows is None else num_rows)
-        self._require(nbytes - replaces, capacity)
-        storage: Storage | None = None
-        try:
-            with torch.inference_mode(mode=False):
-                dtype = getattr(torch, self.spec.dtype)
-                rows = () if num_rows is None else (num_rows,)
-                shapes = [(*rows, *shape) for shape in self.spec.section_shapes(capacity)]
-                sections = [_empty(shape, dtype, self.device) for shape in shapes]
-            storage = Storage(sections, capacity, nbytes)
-        finally:
-            with self._lock:  # counted once at every moment, as set aside or as allocated
-                self._reserved_nbytes -= nbytes - replaces
-                if storage is not None:
-                    self._storages.add(storage)
+        capacity = _rounded(num_tokens)
+        rows = () if num_rows is None else (num_rows,)
+        storage = self.claim(capacity * self.spec.token_nbytes * math.prod(rows), capacity)
+        return self._fill(storage, capacity, rows)
+
+    def grown(self, old: Storage, num_tokens: int, length: int) -> Storage:
+        """Return memory for `num_tokens` tokens with the first `length` of `old`, which nobody uses any more.
+
+        While it is copied both are counted. Where the budget cannot hold both, the tokens go by way of the host tier's
+        memory, if that is to be had: then the old buffer is freed before the new one is allocated.
+
+        Raises:
+            CapacityError: The budget cannot hold it, even after `make_room`. `old` is as it was.
+        """
+        capacity = _rounded(num_tokens)
+        nbytes = capacity * self.spec.token_nbytes
+        storage = self._take(nbytes)
+        if storage is None:
+            with self.bounce(length * self.spec.token_nbytes) as is_lent:
+                if is_lent:
+                    return self._moved(old, capacity, length)
+            storage = self.claim(nbytes, capacity)
+        copy_tokens(old.sections, self._fill(storage, capacity).sections, length)
         return storage
 
-    def track(self, tensors: Sequence[Tensor]) -> Storage:
-        """Count tensors that somebody else allocated, for as long as what is returned lives.
+    def claim(self, nbytes: int, num_tokens: int = 0) -> Storage:
+        """Count bytes that somebody is about to allocate, for as long as what is returned lives.
+
+        Args:
+            nbytes: How many.
+            num_tokens: Of how many tokens they are to hold KV; 0 for a layer state.
 
         Raises:
             CapacityError: The budget cannot hold them, even after `make_room`.
         """
-        nbytes = sum(tensor.nbytes for tensor in tensors)
-        self._require(nbytes, 0)
-        storage = Storage([], 0, nbytes)
-        with self._lock:
-            self._reserved_nbytes -= nbytes
-            self._storages.add(storage)
-        return storage
-
-    def _take(self, nbytes: int) -> bool:
-        """Set bytes aside for an allocation, unless the budget does not have them."""
-        with self._lock:
-            used = sum(storage.nbytes for storage in tuple(self._storages)) + self._reserved_nbytes
-            if self.budget_nbytes is not None and used + nbytes > self.budget_nbytes:
-                return False
-            self._reserved_nbytes += nbytes
-            return True
-
-    def _require(self, nbytes: int, num_tokens: int) -> None:
-        if self._take(nbytes):
-            return
-        self.make_room(self.nbytes + nbytes - (self.budget_nbytes or 0))
-        if not self._take(nbytes):
+        storage = self._take(nbytes)
+        if storage is None:
+            self.make_room(self.nbytes + nbytes - (self.budget_nbytes or 0))
+            storage = self._take(nbytes)
+        if storage is None:
             what = f"KV for {num_tokens:,} tokens" if num_tokens else "a layer state"
             raise CapacityError(
                 f"{what} needs {nbytes:,} bytes more on the device; {self.nbytes:,} bytes of the "
                 f"budget of {self.budget_nbytes:,} are in use and nothing more can be evicted. Raise "
                 f"Config.device_budget_nbytes, or rewind or drop branches"
             )
+        return storage
 
+    def _take(self, nbytes: int) -> Storage | None:
+        """Count bytes, unless the budget does not have them."""
+        with self._lock:
+            used = sum(storage.nbytes for storage in tuple(self._storages))
+            if self.budget_nbytes is not None and used + nbytes > self.budget_nbytes:
+                return None
+            storage = Storage([], 0, nbytes)
+            self._storages.add(storage)
+            return storage
 
-def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return uninitialised memory, on huge pages where that pays and the system has them."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or nbytes < HUGE_PAGES_FROM_NBYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel built without huge pages: small ones do as well
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    def _moved(self, old: Storage, capacity: int, length: int) -> Storage:
+        """Give a buffer more memory, freeing what it has first: its tokens are in RAM meanwhile.
+
+        It stays the same buffer, so that whoever is interrupted right behind this still has its tokens.
+        """
+        nbytes, before = capacity * self.spec.token_nbytes, old.capacity
+        more = self.claim(nbytes - old.nbytes, capacity)
+        copies = [section[:, :, :length].to("cpu", copy=True) for section in old.sections]
+        try:
+            old.sections.clear()
+            copy_tokens(copies, self._fill(old, capacity).sections, length)
+        except BaseException:
+            old.sections.clear()
+            copy_tokens(copies, self._fill(old, before).sections, length)
+            raise
+        old.nbytes, more.nbytes = nbytes, 0
+        return old
+
+    def _fill(self, storage: Storage, capacity: int, rows: tuple[int, ...] = ()) -> Storage:
+        """Allocate the sections of what is counted already."""
+        with torch.inference_mode(mode=False):
+            dtype = getattr(torch, self.spec.dtype)
+            shapes = [(*rows, *shape) for shape in self.spec.section_shapes(capacity)]
+            storage.sections[:] = [empty(shape, dtype, self.device) for shape in shapes]
+        storage.capacity = capacity
+        return storage
 
 
 def empty_sections(spec: KVSpec, num_tokens: int) -> list[Tensor]:
     """Return uninitialised CPU tensors for one block of `num_tokens`, one `[L, H, T, D]` per section."""
     return [torch.empty(shape, dtype=getattr(torch, spec.dtype)) for shape in spec.section_shapes(num_tokens)]
+
+
+def _rounded(num_tokens: int) -> int:
+    return -(-num_tokens // GRANULE) * GRANULE

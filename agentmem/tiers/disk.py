@@ -2,27 +2,20 @@
 
 Knows blocks by their two names and records by their bytes; knows nothing of sessions.
 
-A record of n bytes lies in table `blocks` as chunks of 65,520 bytes, which fill 16 pages of LMDB exactly; the last
-chunk is padded with zeros so that it fills 1, 2, 4, 8 or 16 pages. One value per block would make every later write
-search the free list for a long run of pages (8-10 times the CPU on an aged store, docs/decisions). Key of a chunk:
-    0  8  block id, u64-be
-    8  2  number of the chunk, u16-be
-Row of `chain`: block hash (32 bytes) to the digest (32 bytes) of a block of those tokens. Row of `bindex`: see
-blockindex.py.
+Row of `chain`: block hash (32 bytes) to the digest (32 bytes) of a block of those tokens. Rows of `bindex`: see
+blockindex.py, of `blocks`: see chunks.py.
 """
 
 import logging
-import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-import torch
 import xxhash
 from torch import Tensor
 
+from agentmem._future import Future
 from agentmem._lmdb import Environment, Level, ReadTransaction, Table, WriteTransaction
 from agentmem.errors import AgentMemError, CorruptionError, InvalidInputError, NotFoundError
 from agentmem.ids import BlockDigest, BlockHash, BlockId, short
@@ -30,25 +23,22 @@ from agentmem.kv import record as record_format
 from agentmem.kv.codec import CodecId
 from agentmem.kv.header import RecordMeta
 from agentmem.kv.record import Record
-from agentmem.tiers.blockindex import BlockIndex, BlockInfo, Totals, read_info
+from agentmem.tiers.blockindex import BlockIndex, BlockInfo, BlockSum, Totals, read_info, read_sum, unreferenced
+from agentmem.tiers.chunks import MAX_RECORD_NBYTES, chunks, delete_chunks, join, joined, padded_nbytes
+from agentmem.tiers.sealing import opened, sealed, verified
 
 logger = logging.getLogger(__name__)
 
-PAGE_NBYTES = 4096
-MAX_CHUNK_PAGES = 16
-# LMDB keeps 16 bytes of a run of pages for itself.
-CHUNK_NBYTES = MAX_CHUNK_PAGES * PAGE_NBYTES - 16
-
-_MAX_RECORD_NBYTES = CHUNK_NBYTES << 16
-_MAX_RAW_NBYTES = 1 << 30
-_NEXT_ID_KEY = b"next_block_id"
 _TOUCH_AFTER_S = 60
-_NUMBER = struct.Struct(">Q")
-_CHUNK_KEY = struct.Struct(">QH")
 
 
 class DiskTier:
-    """The blocks of one store. Thread-safe."""
+    """The blocks of one store. Thread-safe.
+
+    Attributes:
+        num_healed: Blocks that this handle wrote in the place of damaged ones.
+        written_nbytes: Bytes of records that it has written, padded as they lie in the file.
+    """
 
     name = "disk"
 
@@ -58,6 +48,8 @@ class DiskTier:
         self._clock = clock
         self._index = BlockIndex(environment)
         self._scratch = threading.local()
+        self.num_healed = 0
+        self.written_nbytes = 0
 
     @property
     def nbytes(self) -> int:
@@ -66,7 +58,8 @@ class DiskTier:
 
     def stats(self) -> Totals:
         """Return the number of blocks and their bytes, raw and stored."""
-        return self._index.totals()
+        with self._environment.read() as txn:
+            return read_sum(txn).totals
 
     def contains(self, digest: BlockDigest) -> bool:
         """Say whether the block is stored and committed."""
@@ -92,11 +85,17 @@ class DiskTier:
         New blocks are named by no checkpoint; `retain` them in the transaction that names them.
 
         Raises:
+            StorageFullError: The disk budget has no room for those that are new.
             ReadOnlyError: The store cannot be written.
             InvalidInputError: A record is too large.
         """
+        records = [sealed(self._environment.cipher, record) for record in records]
         infos = [self._new_info(record) for record in records]
-        nbytes = sum(info.stored_nbytes for info in infos)
+        nbytes = sum(
+            padded_nbytes(info.stored_nbytes)
+            for record, info in zip(records, infos, strict=True)
+            if not self.contains(record.digest)
+        )
 
         def operation(txn: WriteTransaction) -> None:
             self._put_all(txn, records, infos)
@@ -110,22 +109,7 @@ class DiskTier:
             CorruptionError: The bytes are damaged.
             FormatVersionError: They were written in a format that this version does not read.
         """
-        meta = record_format.read_meta(data)
-        if meta.raw_nbytes > _MAX_RAW_NBYTES:
-            raise CorruptionError(
-                f"block {short(meta.digest)} claims {meta.raw_nbytes} bytes of KV; no block is so large"
-            )
-        dtype = getattr(torch, meta.dtype)
-        record_format.unpack(data, [torch.empty(section.shape, dtype=dtype) for section in meta.sections])
-        record = Record(
-            digest=meta.digest,
-            block_hash=meta.block_hash,
-            data=bytes(data),
-            raw_nbytes=meta.raw_nbytes,
-            num_tokens=meta.num_tokens,
-            codec_ids=tuple(section.codec_id for section in meta.sections),
-        )
-        return self.store([record], level=level)
+        return self.store([verified(data)], level=level)
 
     # ---- out
 
@@ -160,6 +144,16 @@ class DiskTier:
             outcomes[number] = result if isinstance(result, AgentMemError) else _other(digests[number], result)
         return outcomes
 
+    def raw_nbytes(self, digest: BlockDigest) -> int:
+        """Return the bytes of a block's KV.
+
+        Raises:
+            NotFoundError: The block is not stored.
+            CorruptionError: Its index row is damaged.
+        """
+        with self._environment.read() as txn:
+            return self._require(txn, digest).raw_nbytes
+
     def load_record(self, digest: BlockDigest) -> bytes:
         """Return a block's record as it is stored, with its checksum verified but nothing decoded.
 
@@ -168,14 +162,11 @@ class DiskTier:
             CorruptionError: Its bytes are damaged.
         """
         with self._environment.read() as txn:
-            info = self._require(txn, digest)
-            data = bytearray(info.stored_nbytes)
-            _join(txn, digest, info, memoryview(data))
-        if xxhash.xxh3_128_digest(data) != info.checksum:
-            raise CorruptionError(f"block {digest.hex()}: the stored record fails its checksum")
-        if record_format.read_meta(memoryview(data)).digest != digest:
+            data = joined(txn, digest, self._require(txn, digest))
+        record = opened(self._environment.cipher, digest, memoryview(data))
+        if record_format.read_meta(record).digest != digest:
             raise CorruptionError(f"block {digest.hex()}: the store holds another block in its place")
-        return bytes(data)
+        return bytes(record)
 
     # ---- references, inside a catalog's transaction
 
@@ -212,30 +203,41 @@ class DiskTier:
         for key, value in txn.scan_each(Table.BINDEX):
             yield BlockDigest(key), value if isinstance(value, CorruptionError) else BlockInfo.unpack(value, key)
 
-    def remove_unreferenced(self, txn: WriteTransaction, before_s: float, max_nbytes: int) -> tuple[int, int]:
+    def remove_unreferenced(
+        self,
+        txn: WriteTransaction,
+        before_s: float,
+        max_nbytes: int,
+        *,
+        among: Iterable[BlockDigest] | None = None,
+        held: Collection[BlockDigest] = (),
+    ) -> tuple[int, int]:
         """Remove blocks that no checkpoint names and that were last used at `before_s` or earlier.
 
         Stops once `max_nbytes` of records are removed: large removals make the commits after them slow, so gc takes
         several operations.
 
+        Of blocks `among` these alone are looked at; those that are `held` stay, for this process needs them.
+
         Returns:
             Number of blocks and bytes of records removed; (0, 0) when none is left.
         """
-        unreferenced = (
-            (digest, info)
-            for digest, info in self.iter_index(txn)
-            if isinstance(info, BlockInfo) and info.is_counted and info.refs == 0 and info.last_use_s <= before_s
-        )
         removed: list[tuple[BlockDigest, BlockInfo]] = []
         nbytes = 0
-        for digest, info in unreferenced:
+        for digest, info in unreferenced(txn, before_s, among):
+            if digest in held:
+                continue
             removed.append((digest, info))
             nbytes += info.stored_nbytes
             if nbytes >= max_nbytes:
                 break
-        for digest, info in removed:
-            self._delete(txn, digest, info)
+        self._delete(txn, removed)
         return len(removed), nbytes
+
+    def discard(self, txn: WriteTransaction, digests: Iterable[BlockDigest]) -> None:
+        """Remove blocks that cannot be read, whoever names them: their KV is computed again from tokens."""
+        found = ((digest, self._readable(txn, digest)) for digest in digests)
+        self._delete(txn, [(digest, info) for digest, info in found if info is not None])
 
     def remove(self, digest: BlockDigest) -> None:
         """Remove a block that no checkpoint names, and wait for it; nothing happens when it is not stored.
@@ -252,7 +254,7 @@ class DiskTier:
                 raise InvalidInputError(
                     f"block {short(digest)} is named by {info.refs} checkpoints: remove those first"
                 )
-            self._delete(txn, digest, info)
+            self._delete(txn, [(digest, info)])
 
         self._environment.submit(operation, level=Level.RELAXED).result()
 
@@ -260,7 +262,7 @@ class DiskTier:
 
     def _new_info(self, record: Record) -> BlockInfo:
         """Describe a record, in the thread that stores it; its id is given by the writer."""
-        if len(record.data) > _MAX_RECORD_NBYTES:
+        if len(record.data) > MAX_RECORD_NBYTES:
             raise InvalidInputError(f"block {short(record.digest)} has a record of {len(record.data)} bytes: too large")
         return BlockInfo(
             block_id=BlockId(0),
@@ -275,56 +277,89 @@ class DiskTier:
         )
 
     def _put_all(self, txn: WriteTransaction, records: Sequence[Record], infos: Sequence[BlockInfo]) -> None:
-        number = txn.get(Table.META, _NEXT_ID_KEY)
-        next_id = _NUMBER.unpack(number)[0] if number is not None else 1
+        before = after = self._index.sum_to_change(txn)
+        added: list[tuple[BlockDigest, BlockInfo]] = []
+        num_healed = 0
         for record, info in zip(records, infos, strict=True):
-            next_id += self._put(txn, record, replace(info, block_id=BlockId(next_id)))
-        txn.put(Table.META, _NEXT_ID_KEY, _NUMBER.pack(next_id))
+            put = self._put(txn, record, replace(info, block_id=after.next_id), after)
+            if put is not None:
+                info, after, is_healed = put
+                added.append((record.digest, info))
+                num_healed += is_healed
+        if added:
+            after.put(txn)
+            txn.on_commit(lambda: self._index.note(before, after, added=added))
+            txn.on_commit(lambda: self._count(added, num_healed))
 
-    def _put(self, txn: WriteTransaction, record: Record, info: BlockInfo) -> bool:
-        """Write one record; False when it was there, and its id is free for the next."""
+    def _put(
+        self, txn: WriteTransaction, record: Record, info: BlockInfo, before: BlockSum
+    ) -> tuple[BlockInfo, BlockSum, bool] | None:
+        """Write one record; return its row, the new sum and whether it heals a damaged one; None when it was there."""
         is_lost = False
         try:
             old = read_info(txn, record.digest)
         except CorruptionError:
             old, is_lost = None, True
-        if old is not None and not self._index.is_damaged(record.digest):
+        if old is not None and self._is_whole(txn, record.digest, old):
             if info.last_use_s - old.last_use_s > _TOUCH_AFTER_S:  # or gc could take it before it is named
                 self._put_info(txn, record.digest, old)
-            return False
+            return None
         if old is not None:
-            _delete_chunks(txn, old)
+            delete_chunks(txn, old)
             info = replace(info, refs=old.refs, is_counted=old.is_counted)
         elif is_lost:
             info = replace(info, is_counted=False)
-        txn.put_raw(Table.BLOCKS, list(_chunks(info.block_id, record.data)))
+        txn.put_raw(Table.BLOCKS, list(chunks(info.block_id, record.data)))
         txn.put(Table.BINDEX, record.digest, info.pack())
-        self._put_chain(txn, record)
-        txn.on_commit(lambda: self._index.add(record.digest, info, old))
-        return True
+        is_healed = self._put_chain(txn, record) or old is not None or is_lost
+        return info, before.with_block(info, is_lost=is_lost, old=old), is_healed
 
-    def _put_chain(self, txn: WriteTransaction, record: Record) -> None:
-        """Name the block for its tokens, unless another sound one has that name: reuse should always find the same."""
+    def _is_whole(self, txn: WriteTransaction, digest: BlockDigest, info: BlockInfo) -> bool:
+        """Tell whether a block that is stored again is stored as it was written: whoever has it anew heals it."""
+        try:
+            joined(txn, digest, info)
+        except CorruptionError as error:
+            logger.warning("%s; it is written again", error)
+            return False
+        return not self._index.is_damaged(digest)
+
+    def _put_chain(self, txn: WriteTransaction, record: Record) -> bool:
+        """Name the block for its tokens, unless another sound one has that name; say whether a damaged one had it."""
         try:
             digest = txn.get(Table.CHAIN, record.block_hash)
         except CorruptionError:
-            digest = None
-        if digest is None or self._index.is_damaged(BlockDigest(digest)):
-            txn.put(Table.CHAIN, record.block_hash, record.digest)
+            digest = b""
+        if digest and not self._index.is_damaged(BlockDigest(digest)) and self._readable(txn, BlockDigest(digest)):
+            return False
+        txn.put(Table.CHAIN, record.block_hash, record.digest)
+        return digest is not None
 
     def _put_info(self, txn: WriteTransaction, digest: BlockDigest, info: BlockInfo) -> None:
         txn.put(Table.BINDEX, digest, replace(info, last_use_s=int(self._clock())).pack())
 
-    def _delete(self, txn: WriteTransaction, digest: BlockDigest, info: BlockInfo) -> None:
-        _delete_chunks(txn, info)
-        txn.delete(Table.BINDEX, digest)
+    def _count(self, added: Sequence[tuple[BlockDigest, BlockInfo]], num_healed: int) -> None:
+        self.num_healed += num_healed
+        self.written_nbytes += sum(padded_nbytes(info.stored_nbytes) for _, info in added)
+
+    def _delete(self, txn: WriteTransaction, removed: Sequence[tuple[BlockDigest, BlockInfo]]) -> None:
+        if not removed:
+            return
+        before = after = self._index.sum_to_change(txn)
+        for digest, info in removed:
+            delete_chunks(txn, info)
+            txn.delete(Table.BINDEX, digest)
+            self._delete_chain(txn, digest, info)
+            after = after.without_block(info)
+        after.put(txn)
+        txn.on_commit(lambda: self._index.note(before, after, removed=removed))
+
+    def _delete_chain(self, txn: WriteTransaction, digest: BlockDigest, info: BlockInfo) -> None:
         try:
             is_chained = txn.get(Table.CHAIN, info.block_hash) == digest
         except CorruptionError:
             is_chained = True
         if is_chained:
             txn.delete(Table.CHAIN, info.block_hash)
-        txn.on_commit(lambda: self._index.discard(digest, info))
 
     def _require(self, txn: ReadTransaction, digest: BlockDigest) -> BlockInfo:
         info = read_info(txn, digest)
@@ -348,8 +383,8 @@ class DiskTier:
             if buffer is None or len(buffer) < info.stored_nbytes:
                 buffer = buffers[place] = bytearray(1 << (info.stored_nbytes - 1).bit_length())
             data = memoryview(buffer)[: info.stored_nbytes]
-            _join(txn, digest, info, data)
-        return data
+            join(txn, digest, info, data)
+        return opened(self._environment.cipher, digest, data)
 
 
 def _other(digest: BlockDigest, meta: RecordMeta) -> CorruptionError | None:
@@ -357,41 +392,3 @@ def _other(digest: BlockDigest, meta: RecordMeta) -> CorruptionError | None:
     if meta.digest == digest:
         return None
     return CorruptionError(f"block {digest.hex()}: the store holds block {meta.digest.hex()} in its place")
-
-
-def _chunk_keys(info: BlockInfo) -> list[bytes]:
-    num_chunks = -(-info.stored_nbytes // CHUNK_NBYTES)
-    return [_CHUNK_KEY.pack(info.block_id, number) for number in range(num_chunks)]
-
-
-def _chunks(block_id: BlockId, data: bytes) -> Iterator[tuple[bytes, memoryview | bytearray]]:
-    view = memoryview(data)
-    for number, start in enumerate(range(0, len(data), CHUNK_NBYTES)):
-        chunk = view[start : start + CHUNK_NBYTES]
-        yield _CHUNK_KEY.pack(block_id, number), chunk if len(chunk) == CHUNK_NBYTES else _padded(chunk)
-
-
-def _padded(chunk: memoryview) -> bytearray:
-    """Return the chunk with zeros at its end, so that it fills a power of two of pages."""
-    num_pages = -(-(len(chunk) + 16) // PAGE_NBYTES)
-    padded = bytearray((1 << (num_pages - 1).bit_length()) * PAGE_NBYTES - 16)
-    padded[: len(chunk)] = chunk
-    return padded
-
-
-def _join(txn: ReadTransaction, digest: BlockDigest, info: BlockInfo, out: memoryview) -> None:
-    """Copy a block's chunks into `out`, whose length is the record's."""
-    keys = _chunk_keys(info)
-    views = txn.get_views(Table.BLOCKS, keys)
-    if len(views) != len(keys):
-        raise CorruptionError(f"block {digest.hex()}: {len(keys) - len(views)} of its {len(keys)} chunks are missing")
-    for number, view in enumerate(views):
-        target = out[number * CHUNK_NBYTES : (number + 1) * CHUNK_NBYTES]
-        if len(view) < len(target):
-            raise CorruptionError(f"block {digest.hex()}: chunk {number} has {len(view)} bytes, not {len(target)}")
-        target[:] = view[: len(target)]
-
-
-def _delete_chunks(txn: WriteTransaction, info: BlockInfo) -> None:
-    for key in _chunk_keys(info):
-        txn.delete(Table.BLOCKS, key)

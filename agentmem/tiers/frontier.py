@@ -179,6 +179,7 @@ class Frontier:
         """Make the `num_tokens` written at a row's end part of its branch's path."""
         row = self.rows[index]
         cursor, workspace = row.place.cursor, row.place.workspace
+        workspace.order.note()
         with workspace.lock:
             run, segment = cursor.run, row.segment
             is_own = run is not None and run.segment is segment and run.stop == cursor.length and not run.is_attached

@@ -3,14 +3,17 @@
 Every block here is on disk too, or on its way there: dropping one loses nothing.
 """
 
+import contextlib
+import math
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from agentmem.ids import BlockDigest
+from agentmem.tiers.memory import empty_in_ram
 
 
 class HostTier:
@@ -28,7 +31,7 @@ class HostTier:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of KV held."""
+        """Bytes of KV held, and of what is being copied in."""
         return self._nbytes
 
     def __len__(self) -> int:
@@ -39,23 +42,55 @@ class HostTier:
         with self._lock:
             return digest in self._blocks
 
+    def nbytes_of(self, digest: BlockDigest) -> int | None:
+        """Return the bytes of a block, None when it is not here."""
+        with self._lock:
+            sections = self._blocks.get(digest)
+        return None if sections is None else sum(section.nbytes for section in sections)
+
     def store(self, digest: BlockDigest, sections: Sequence[Tensor]) -> bool:
-        """Copy a block in, dropping the least recently used ones to keep the budget.
+        """Copy a block in, dropping the least recently used ones first, to keep the budget.
 
         Returns:
             False when the block alone is larger than the budget; nothing is dropped then.
         """
-        nbytes = sum(section.nbytes for section in sections)
-        if nbytes > self.budget_nbytes:
+
+        def write(out: list[Tensor]) -> None:
+            for section, target in zip(sections, out, strict=True):
+                target.copy_(section)
+
+        return self.fill(digest, [(section.shape, section.dtype) for section in sections], write)
+
+    def fill(
+        self,
+        digest: BlockDigest,
+        sections: Sequence[tuple[Sequence[int], torch.dtype]],
+        write: Callable[[list[Tensor]], None],
+    ) -> bool:
+        """Take in a block that `write` writes into memory of these shapes and dtypes; see `store`."""
+        nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in sections)
+        if not self._set_aside(nbytes):
             return False
-        copies = [self._copy(section) for section in sections]
+        try:
+            tensors = [empty_in_ram(shape, dtype, is_pinned=self._is_pinned) for shape, dtype in sections]
+            write(tensors)
+        except BaseException:
+            self._give_back(nbytes)
+            raise
         with self._lock:
             self._drop(digest)
-            while self._nbytes + nbytes > self.budget_nbytes:
-                self._drop(next(iter(self._blocks)))
-            self._blocks[digest] = copies
-            self._nbytes += nbytes
+            self._blocks[digest] = tensors
         return True
+
+    @contextlib.contextmanager
+    def lend(self, nbytes: int) -> Iterator[bool]:
+        """Count bytes of somebody else while the context is open, dropping blocks for them; False: there is no room."""
+        is_lent = self._set_aside(nbytes)
+        try:
+            yield is_lent
+        finally:
+            if is_lent:
+                self._give_back(nbytes)
 
     def load(self, digest: BlockDigest, out: Sequence[Tensor]) -> bool:
         """Copy a block into `out`, one `[L, H, T, D]` per section, and mark it as just used.
@@ -89,14 +124,26 @@ class HostTier:
     def clear(self) -> None:
         """Drop everything."""
         with self._lock:
-            self._blocks.clear()
-            self._nbytes = 0
+            for digest in list(self._blocks):
+                self._drop(digest)
 
-    def _copy(self, section: Tensor) -> Tensor:
-        copy = torch.empty(section.shape, dtype=section.dtype, pin_memory=self._is_pinned)
-        return copy.copy_(section)
+    def _set_aside(self, nbytes: int) -> bool:
+        """Count bytes before they are allocated; False when the budget has no room for them."""
+        with self._lock:
+            while self._nbytes + nbytes > self.budget_nbytes:
+                if nbytes > self.budget_nbytes or not self._blocks:
+                    return False
+                self._drop(next(iter(self._blocks)))
+            self._nbytes += nbytes
+            return True
+
+    def _give_back(self, nbytes: int) -> None:
+        with self._lock:
+            self._nbytes -= nbytes
 
     def _drop(self, digest: BlockDigest) -> None:
-        sections = self._blocks.pop(digest, None)
+        sections = self._blocks.get(digest)
         if sections is not None:
-            self._nbytes -= sum(section.nbytes for section in sections)
+            nbytes = sum(section.nbytes for section in sections)
+            self._nbytes -= nbytes
+            del self._blocks[digest]

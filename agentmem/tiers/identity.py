@@ -4,7 +4,7 @@ The one mutable place of it: switching an adapter changes the model, and with it
 """
 
 from agentmem.ids import BlockHash, Fingerprint
-from agentmem.kv.hashing import root_hash
+from agentmem.kv.hashing import media_hash, root_hash
 
 
 class Identity:
@@ -31,3 +31,7 @@ class Identity:
         if root is None:
             root = self._roots[key] = root_hash(self.fingerprint, self.salt, regime)
         return root
+
+    def media_name(self, digest: bytes) -> BlockHash:
+        """Return the name of the record of model inputs whose content `digest` names, for this tenant."""
+        return media_hash(self.salt, digest)

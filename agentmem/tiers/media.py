@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from agentmem.errors import CorruptionError, InvalidInputError
-from agentmem.ids import BlockDigest, BlockHash
+from agentmem.ids import BlockDigest
 from agentmem.kv import record as record_format
-from agentmem.kv.hashing import part_hash
 from agentmem.marks import Mark, MarkInput
 from agentmem.tiers.disk import DiskTier
 from agentmem.tiers.host import HostTier
@@ -50,7 +49,7 @@ class MediaStore:
             return None, described
         record = record_format.pack(
             sections,
-            block_hash=part_hash(BlockHash(digest), 0),
+            block_hash=self._identity.media_name(digest),
             fingerprint=self._identity.fingerprint,
             start=0,
         )

@@ -69,6 +69,45 @@ class Run:
         lengths = [cursor.length for cursor in self.cursors] + [child.start for child in self.children]
         return min(max(lengths, default=self.start), self.stop)
 
+    def shorten(self, stop: int) -> None:
+        """Give up the tokens from `stop` on, which nobody needs."""
+        if self.segment is not None:  # its copy first: a run that is too long for its copy is not to be had
+            self.segment.length = min(self.segment.length, stop - self.start)
+        self.stop = stop
+
+    def split(self, position: int, chain: "list[Run]") -> "Run":
+        """Cut the run at `position`; return the new lower half. This stays the upper one, for all that point above.
+
+        It is cut at a stroke. Whoever points at the upper half and needs the lower one only finds that by its parent:
+        that they are moved to it afterwards lets it go the sooner, and no more.
+
+        Args:
+            position: Where to cut.
+            chain: The runs in the workspace: when this one is attached, the lower half comes in before it.
+        """
+        lower = Run(self.parent, self.start, position, is_attached=self.is_attached)
+        lower.children.add(self)
+        upper, parent = self.segment, self.parent
+        if upper is not None:
+            lower.segment, upper = upper.cut(position - self.start)
+        place = next((index for index, attached in enumerate(chain) if attached is self), len(chain))
+        self.parent, self.start, self.segment = lower, position, upper
+        if self.is_attached:
+            chain[place:place] = [lower]
+        self._hand_down(lower)
+        if parent is not None:
+            parent.children.discard(self)
+        return lower
+
+    def _hand_down(self, lower: "Run") -> None:
+        """Let what needs the lower half only, point at that."""
+        for cursor in [cursor for cursor in self.cursors if cursor.length <= lower.stop]:
+            cursor.point(lower, cursor.length)
+        for child in [child for child in self.children if child.start <= lower.stop]:
+            lower.children.add(child)
+            child.parent = lower
+            self.children.discard(child)
+
 
 class Cursor:
     """A place in the tree of runs: the first `length` tokens of the path that ends in `run`.
@@ -94,12 +133,12 @@ class Cursor:
 
     def point(self, run: Run | None, length: int) -> None:
         """Move to another place."""
-        if run is not self.run:
-            if self.run is not None:
-                self.run.cursors.discard(self)
-            if run is not None:
-                run.cursors.add(self)
+        before = self.run
+        if run is not before and run is not None:
+            run.cursors.add(self)
         self.run, self.length = run, length
+        if run is not before and before is not None:
+            before.cursors.discard(self)  # last: what is pointed at is never without a cursor
 
     def path(self) -> list[tuple[Run, int]]:
         """Return the runs from the root on, each with the position at which this path leaves it."""

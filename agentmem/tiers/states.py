@@ -8,11 +8,11 @@ import logging
 import threading
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import Future
 
 import torch
 from torch import Tensor
 
+from agentmem._future import Future
 from agentmem.errors import CorruptionError, NotFoundError
 from agentmem.ids import BlockDigest, BlockHash
 from agentmem.kv import record as record_format
@@ -93,14 +93,28 @@ class StateStore:
         self._known: weakref.WeakValueDictionary[BlockHash, LayerState] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
 
-    def hold(self, position: int, tensors: Sequence[Tensor]) -> LayerState:
+    def claim(self, num_states: int = 1) -> Storage | None:
+        """Count layer states that a pass is about to leave, before it allocates them; None for a model without.
+
+        Raises:
+            CapacityError: They do not fit the device budget.
+        """
+        nbytes = num_states * self._spec.state_nbytes
+        return self._device.claim(nbytes) if nbytes else None
+
+    def hold(self, position: int, tensors: Sequence[Tensor], storage: Storage | None = None) -> LayerState:
         """Take over tensors that nobody writes any more, as the state after `position` tokens.
+
+        Args:
+            position: Tokens that it has seen.
+            tensors: What the pass left.
+            storage: What counts them already; None: they are counted now.
 
         Raises:
             CapacityError: They do not fit the device budget.
         """
         state = LayerState(position, list(tensors))
-        state.storage = self._device.track(tensors)
+        state.storage = storage or self._device.claim(sum(tensor.nbytes for tensor in tensors))
         return state
 
     def name(self, state: LayerState, name: BlockHash) -> None:
@@ -159,9 +173,9 @@ class StateStore:
             raise NotFoundError(f"the layer state after {state.position:,} tokens was never saved")
         for stored in state.stored:
             stored.result()
+        storage = self._device.claim(sum(self._part_nbytes(digest) for digest in state.digests))
         parts, tiers = zip(*(self._load_part(digest) for digest in state.digests), strict=True)
         tensors = self._unite(parts)
-        storage = self._device.track(tensors)
         state.tensors = [tensor.to(self._device.device) for tensor in tensors]
         state.storage = storage
         self._counters.add("states_loaded")
@@ -218,6 +232,11 @@ class StateStore:
         sections = [torch.empty(section.shape, dtype=dtype) for section in meta.sections]
         record_format.unpack(data, sections)
         return sections, self._disk.name
+
+    def _part_nbytes(self, digest: BlockDigest) -> int:
+        """Return the bytes of one record's tensors, wherever they are."""
+        nbytes = self._host.nbytes_of(digest)
+        return self._disk.raw_nbytes(digest) if nbytes is None else nbytes
 
     def _dtypes(self) -> list[str]:
         return list(dict.fromkeys(state.dtype for state in self._spec.states))

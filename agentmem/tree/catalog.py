@@ -12,13 +12,12 @@ import secrets
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from typing import TypeVar
 
-from agentmem._lmdb import Environment, Level, ReadTransaction, Table, WriteTransaction
+from agentmem._lmdb import Environment, ReadTransaction, Table, WriteTransaction
 from agentmem.errors import AlreadyExistsError, CorruptionError, InvalidInputError, NotFoundError
-from agentmem.ids import CheckpointId, SessionId
-from agentmem.tree import nodes, refs, rows, tails
+from agentmem.ids import BlockDigest, CheckpointId, SessionId
+from agentmem.tree import nodes, pins, refs, rows, tails
 from agentmem.tree.checkpoint import BranchRecord, Checkpoint, Move, SessionRecord, check_name
 from agentmem.tree.tails import Tails
 from agentmem.tree.trail import Trail
@@ -102,19 +101,22 @@ class Catalog:
         txn.put(Table.SESSIONS, key, rows.pack_session(record))
 
     def remove_session(self, txn: WriteTransaction, session_id: SessionId) -> None:
-        """Remove a session with its branches and moves; its checkpoints are gc's once the grace is over.
+        """Remove a session with its branches, pins and moves; its checkpoints are gc's once the grace is over.
 
         Raises:
             NotFoundError: There is none.
         """
         if not txn.delete(Table.SESSIONS, rows.session_key(session_id)):
             raise NotFoundError(f"no session has the id {session_id.hex()}")
+        txn.delete(Table.LEASES, session_id)  # whoever believes to hold it hears of it at the next write
         # The record may be damaged, so the name is found by its id.
         for key, value in list(txn.scan_each(Table.SESSIONS, rows.SESSION_NAME_PREFIX)):
             if value == session_id:
                 txn.delete(Table.SESSIONS, key)
         for key, value in list(txn.scan_each(Table.BRANCHES, session_id)):
             self._remove_branch(txn, key, value)
+        for node in list(pins.each(txn, session_id)):
+            pins.remove(txn, node, self._now_ns())
         for key, _ in list(txn.scan_each(Table.REFLOG, session_id)):
             txn.delete(Table.REFLOG, key)
 
@@ -126,6 +128,21 @@ class Catalog:
         """
         listed = _decoded(txn, Table.BRANCHES, session_id, lambda key, value: rows.unpack_branch(key, value).record)
         return sorted(_sound(listed, damaged), key=lambda branch: branch.created_s)
+
+    def open_branches(
+        self, txn: ReadTransaction, session_id: SessionId
+    ) -> Iterator[tuple[str, tuple[BranchRecord, "array[int]"] | CorruptionError]]:
+        """Yield the name of every branch of a session, and it with the tokens after its tip, or what is wrong."""
+        for key, value in txn.scan_each(Table.BRANCHES, session_id):
+            found: tuple[BranchRecord, array[int]] | CorruptionError
+            try:
+                if isinstance(value, CorruptionError):
+                    raise value
+                stored = rows.unpack_branch(key, value)
+                found = (stored.record, tails.read(txn, key, stored))
+            except CorruptionError as error:
+                found = error
+            yield rows.branch_name(key), found
 
     def branch(self, txn: ReadTransaction, session_id: SessionId, name: str) -> BranchRecord:
         """Return one branch.
@@ -174,8 +191,8 @@ class Catalog:
         old = None if value is None else rows.unpack_branch(key, value)
         self._last_stamp += 1
         new = rows.StoredBranch(dataclasses.replace(record, num_open=num_open), start, self._last_stamp)
-        self._tails.put(txn, key, old, new, tokens)
-        txn.put(Table.BRANCHES, key, rows.pack_branch(new))
+        sums = self._tails.put(txn, key, old, new, tokens)
+        txn.put(Table.BRANCHES, key, rows.pack_branch(dataclasses.replace(new, sums=sums)))
         self._move_tip(txn, session_id, None if old is None else old.record.tip, record.tip)
 
     def remove_branch(self, txn: WriteTransaction, session_id: SessionId, name: str) -> None:
@@ -191,25 +208,6 @@ class Catalog:
         if value is None:
             raise NotFoundError(f"the session has no branch {name!r}")
         self._remove_branch(txn, key, value)
-
-    def submit_branch(
-        self,
-        session_id: SessionId,
-        record: BranchRecord,
-        tokens: Trail[int],
-        start: int,
-        *,
-        move: Move | None = None,
-        level: Level = Level.QUEUED,
-    ) -> Future[None]:
-        """Queue `put_branch`, and `record_move` with it, as one operation."""
-
-        def operation(txn: WriteTransaction) -> None:
-            self.put_branch(txn, session_id, record, tokens, start)
-            if move is not None:
-                self.record_move(txn, session_id, move)
-
-        return self._environment.submit(operation, level=level)
 
     def forget(self, session_id: SessionId) -> None:
         """Let go of the tokens that are held in memory for a session that was closed."""
@@ -235,6 +233,12 @@ class Catalog:
         if found is None:
             raise NotFoundError(f"checkpoint {checkpoint_id.hex()} is not stored; gc may have removed it")
         return found
+
+    def open_payloads(self, txn: ReadTransaction) -> set[BlockDigest]:
+        """Return the model inputs that branches need after their tips, where no checkpoint names them yet."""
+        listed = _decoded(txn, Table.BRANCHES, b"", lambda key, value: rows.unpack_branch(key, value).record)
+        marks = (mark for record in _sound(listed, []) for mark in record.marks)
+        return {mark.payload for mark in marks if mark.payload is not None}
 
     def put_checkpoint(self, txn: WriteTransaction, checkpoint: Checkpoint) -> Checkpoint | None:
         """Write a checkpoint; return the record that it replaces, None when it is new.
@@ -320,7 +324,10 @@ class Catalog:
         except CorruptionError as error:
             logger.warning("removed a damaged branch, its checkpoints stay: %s", error)
             tip = None
-        self._move_tip(txn, SessionId(key[: rows.SESSION_ID_NBYTES]), tip, None)
+        try:
+            self._move_tip(txn, SessionId(key[: rows.SESSION_ID_NBYTES]), tip, None)
+        except NotFoundError as error:
+            logger.warning("removed a branch whose tip was lost: %s", error)
         txn.delete(Table.BRANCHES, key)
         self._tails.remove(txn, key)
 

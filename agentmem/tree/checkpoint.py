@@ -45,7 +45,10 @@ class StateRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """An immutable point of a session. Only attaching KV to a checkpoint without any may replace its record.
+    """An immutable point of a session: its tokens never change.
+
+    Its record is replaced when KV is attached, and when retention lets go of its KV or merges its parent into it
+    (docs/retention.md).
 
     Attributes:
         checkpoint_id: Its name.

@@ -18,6 +18,10 @@ from agentmem.tree.rows import (
     unpack_refs,
 )
 
+_UNCOUNTED = 1 << 31
+"""Names of a checkpoint whose count was lost: it is counted on from there, so that gc leaves it alone until
+`agentmem repair` counts it anew."""
+
 
 def find(txn: ReadTransaction, node: bytes) -> NodeRefs | None:
     """Return the counts of the checkpoint whose key is `node`; None when it is not stored.
@@ -69,6 +73,11 @@ def release(txn: WriteTransaction, node: bytes, dropped_ns: int) -> None:
     _put(txn, node, old, NodeRefs(old.refs - 1, max(old.dropped_ns, dropped_ns)))
 
 
+def recount(txn: WriteTransaction, node: bytes, num_refs: int, now_ns: int) -> None:
+    """Begin to count the names of a checkpoint anew, of which there are `num_refs`; for tables that hold no counts."""
+    _put(txn, node, None, NodeRefs(num_refs, now_ns))
+
+
 def remove(txn: WriteTransaction, node: bytes) -> None:
     """End the counting of a checkpoint that is removed.
 
@@ -90,7 +99,12 @@ def unnamed(txn: ReadTransaction, until_ns: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _existing(txn: ReadTransaction, node: bytes) -> NodeRefs:
-    found = find(txn, node)
+    try:
+        found = find(txn, node)
+    except CorruptionError:
+        return NodeRefs(_UNCOUNTED, 0)
+    if found is None and txn.get_view(Table.NODES, node) is not None:
+        return NodeRefs(_UNCOUNTED, 0)
     if found is None:
         raise NotFoundError(f"checkpoint {_name(node)} is not stored; gc may have removed it")
     return found

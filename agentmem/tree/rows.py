@@ -1,14 +1,17 @@
 """The rows of the catalog's tables: records to keys and values, and back.
 
-Knows nothing of transactions. Every value is stored by `_lmdb` behind its own xxh3-64; what is described here is what
-comes after it. Numbers are big-endian, so that keys sort as the numbers in them.
+Knows nothing of transactions. Every value is stored by `_lmdb` behind a head of its own; what is described here is what
+comes after it. The sums in records hold the rows of one record together: rows of two versions of it never pass for one.
+Numbers are big-endian, so that keys sort as the numbers in them.
 
     table     key                                        value
     sessions  "i" | session id (8)                       msgpack map of SessionRecord
               "n" | name (UTF-8)                         session id (8)
-    branches  session id (8) | name (UTF-8) | 0          msgpack map of BranchRecord + {"start": u64, "stamp": u64}
+    branches  session id (8) | name (UTF-8) | 0          msgpack map of BranchRecord + {"start": u64, "stamp": u64,
+                                                         "sums": xxh3-64 of each of its rows of `tails`, u64-be each}
     tails     session id (8) | name | 0 | row u32-be     token ids, u32-le, at most ROW_TOKENS
-    nodes     session id (8) | checkpoint id (16)        number of pieces u16-be | first piece of the msgpack map
+    nodes     session id (8) | checkpoint id (16)        number of pieces u16-be | xxh3-64 of the msgpack map, u64-be |
+                                                         first piece of the map
               session id (8) | checkpoint id (16) | piece u16-be, from 1     that piece
     nrefs     session id (8) | checkpoint id (16)        refs u32-be | dropped u64-be
     tomb      dropped u64-be | session id | checkpoint id   empty
@@ -22,6 +25,8 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from xxhash import xxh3_64_digest
+
 from agentmem.errors import CorruptionError
 from agentmem.ids import CheckpointId, Fingerprint, SessionId
 from agentmem.tree.checkpoint import TOKEN_NBYTES, BranchRecord, Checkpoint, Move, SessionRecord
@@ -32,13 +37,18 @@ SESSION_NAME_PREFIX = b"n"
 SESSION_ID_NBYTES = 8
 NODE_KEY_NBYTES = SESSION_ID_NBYTES + CHECKPOINT_ID_NBYTES
 
-ROW_TOKENS = 1016
-"""Tokens per row of `tails`: with checksum and page header a row fills one page of LMDB (4096 = 4064 + 8 + 16 + 8)."""
+ROW_TOKENS = 992
+"""Tokens per row of `tails`: a row fits one page (4096) with its head and LMDB's (16 + 16), in an encrypted store with
+its box (42) too, behind a branch name of up to 53 bytes."""
 
-PIECE_NBYTES = 65_504
-"""Most bytes of one row of `nodes`: with checksum and page header 16 pages, as large as a chunk of a block."""
+PIECE_NBYTES = 65_464
+"""Most bytes of one row of `nodes`: 16 pages with its head, LMDB's and a box (40), as large as a chunk of a block."""
+
+SUM_NBYTES = 8
+"""Bytes of the sum of a row of `tails`, or of a checkpoint."""
 
 _REFS = struct.Struct(">IQ")
+_PIECE_HEAD_NBYTES = 2 + SUM_NBYTES
 _U16, _U32, _U64 = struct.Struct(">H"), struct.Struct(">I"), struct.Struct(">Q")
 
 
@@ -50,11 +60,13 @@ class StoredBranch:
         record: The branch.
         start: Index, from the root, of the first open token.
         stamp: Changes with every write; says which trail the rows of `tails` came from.
+        sums: The sums of those rows, `SUM_NBYTES` each.
     """
 
     record: BranchRecord
     start: int
     stamp: int
+    sums: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +90,11 @@ def session_name_key(name: str) -> bytes:
 def branch_key(session_id: SessionId, name: str) -> bytes:
     """Return the key of a branch; no branch's key is a prefix of another's, for names hold no NUL."""
     return session_id + name.encode() + b"\0"
+
+
+def branch_name(key: bytes) -> str:
+    """Return the name in the key of a branch."""
+    return key[SESSION_ID_NBYTES:-1].decode(errors="replace")
 
 
 def tail_key(branch: bytes, row: int) -> bytes:
@@ -175,6 +192,7 @@ def pack_branch(stored: StoredBranch) -> bytes:
             "updated_s": record.updated_s,
             "start": stored.start,
             "stamp": stored.stamp,
+            "sums": stored.sums,
         }
     )
 
@@ -185,7 +203,7 @@ def unpack_branch(key: bytes, value: bytes) -> StoredBranch:
     Raises:
         CorruptionError: The row is no branch; names it.
     """
-    name = key[SESSION_ID_NBYTES:-1].decode(errors="replace")
+    name = branch_name(key)
     fields = Fields(f"branch {name!r} of session {key[:SESSION_ID_NBYTES].hex()}", value)
     record = BranchRecord(
         name=name,
@@ -197,12 +215,25 @@ def unpack_branch(key: bytes, value: bytes) -> StoredBranch:
         created_s=fields.number("created_s"),
         updated_s=fields.number("updated_s"),
     )
-    return StoredBranch(record, start=fields.count("start"), stamp=fields.count("stamp"))
+    return StoredBranch(
+        record,
+        start=fields.count("start"),
+        stamp=fields.count("stamp"),
+        sums=fields.data("sums", multiple_of=SUM_NBYTES),
+    )
 
 
 def pack_checkpoint(checkpoint: Checkpoint) -> list[bytes]:
-    """Return the values of a checkpoint's rows: its msgpack map in pieces, the first behind their number."""
-    body = pack_map(
+    """Return the values of a checkpoint's rows: its map in pieces, the first behind their number and its sum."""
+    body = checkpoint_map(checkpoint)
+    first = PIECE_NBYTES - _PIECE_HEAD_NBYTES
+    pieces = [body[:first], *(body[start : start + PIECE_NBYTES] for start in range(first, len(body), PIECE_NBYTES))]
+    return [_U16.pack(len(pieces)) + row_sum(body) + pieces[0], *pieces[1:]]
+
+
+def checkpoint_map(checkpoint: Checkpoint) -> bytes:
+    """Return the msgpack map of a checkpoint."""
+    return pack_map(
         {
             "parent": checkpoint.parent_id,
             "num_tokens": checkpoint.num_tokens,
@@ -222,9 +253,11 @@ def pack_checkpoint(checkpoint: Checkpoint) -> list[bytes]:
             "created_s": checkpoint.created_s,
         }
     )
-    first = PIECE_NBYTES - _U16.size
-    pieces = [body[:first], *(body[start : start + PIECE_NBYTES] for start in range(first, len(body), PIECE_NBYTES))]
-    return [_U16.pack(len(pieces)) + pieces[0], *pieces[1:]]
+
+
+def row_sum(data: bytes) -> bytes:
+    """Return the sum of a row of `tails`, or of a checkpoint's map, by which the record that it belongs to knows it."""
+    return xxh3_64_digest(data)
 
 
 def num_pieces(first: bytes) -> int:
@@ -238,10 +271,23 @@ def unpack_checkpoint(key: bytes, pieces: Sequence[bytes]) -> Checkpoint:
     Raises:
         CorruptionError: The values are no checkpoint; names it.
     """
-    name = f"checkpoint {key[SESSION_ID_NBYTES:].hex()} of session {key[:SESSION_ID_NBYTES].hex()}"
+    name = _checkpoint_name(key)
     if num_pieces(pieces[0]) != len(pieces):
         raise CorruptionError(f"{name} is damaged: {len(pieces)} of {num_pieces(pieces[0])} pieces are there")
-    fields = Fields(name, b"".join((pieces[0][_U16.size :], *pieces[1:])))
+    body = b"".join((pieces[0][_PIECE_HEAD_NBYTES:], *pieces[1:]))
+    if row_sum(body) != pieces[0][_U16.size : _PIECE_HEAD_NBYTES]:
+        raise CorruptionError(f"{name} is damaged: its pieces are of several versions")
+    return checkpoint_of(key, body)
+
+
+def checkpoint_of(key: bytes, body: bytes) -> Checkpoint:
+    """Return the checkpoint in a msgpack map.
+
+    Raises:
+        CorruptionError: The map is no checkpoint; names it.
+    """
+    name = _checkpoint_name(key)
+    fields = Fields(name, body)
     tail = fields.refs("tail")
     checkpoint = Checkpoint(
         checkpoint_id=CheckpointId(key[SESSION_ID_NBYTES:]),
@@ -266,6 +312,10 @@ def unpack_checkpoint(key: bytes, pieces: Sequence[bytes]) -> Checkpoint:
     if len(tail) > 1 or checkpoint.num_own_tokens > checkpoint.num_tokens:
         raise CorruptionError(f"{name} contradicts itself: {checkpoint.num_own_tokens} own of {checkpoint.num_tokens}")
     return checkpoint
+
+
+def _checkpoint_name(key: bytes) -> str:
+    return f"checkpoint {key[SESSION_ID_NBYTES:].hex()} of session {key[:SESSION_ID_NBYTES].hex()}"
 
 
 def pack_refs(refs: NodeRefs) -> bytes:

@@ -12,7 +12,7 @@ from agentmem.errors import CorruptionError
 from agentmem.ids import SessionId
 from agentmem.kv.hashing import pack_tokens, unpack_tokens
 from agentmem.tree import rows
-from agentmem.tree.rows import ROW_TOKENS, StoredBranch
+from agentmem.tree.rows import ROW_TOKENS, SUM_NBYTES, StoredBranch
 from agentmem.tree.trail import Trail
 
 
@@ -37,8 +37,8 @@ class Tails:
 
     def put(
         self, txn: WriteTransaction, branch: bytes, old: StoredBranch | None, new: StoredBranch, tokens: Trail[int]
-    ) -> None:
-        """Make the rows of a branch hold `tokens[new.start:]`, writing those that changed.
+    ) -> bytes:
+        """Make the rows of a branch hold `tokens[new.start:]`, writing those that changed; return their sums.
 
         Args:
             txn: Where.
@@ -47,13 +47,18 @@ class Tails:
             new: The branch as it will be stored in the same transaction.
             tokens: All its tokens from the root, in a trail that nobody changes any more.
         """
-        for row in range(self._first_changed(branch, old, new, tokens), num_rows(new.record.num_open)):
+        first = self._first_changed(branch, old, new, tokens)
+        sums = [] if old is None else [old.sums[: first * SUM_NBYTES]]
+        for row in range(first, num_rows(new.record.num_open)):
             start = new.start + row * ROW_TOKENS
-            txn.put(Table.TAILS, rows.tail_key(branch, row), pack_tokens(tokens.slice(start, start + ROW_TOKENS)))
+            data = pack_tokens(tokens.slice(start, start + ROW_TOKENS))
+            txn.put(Table.TAILS, rows.tail_key(branch, row), data)
+            sums.append(rows.row_sum(data))
         num_old = 0 if old is None else num_rows(old.record.num_open)
         for row in range(num_rows(new.record.num_open), num_old):
             txn.delete(Table.TAILS, rows.tail_key(branch, row))
         self._written[branch] = _Written(new.stamp, tokens)
+        return b"".join(sums)
 
     def remove(self, txn: WriteTransaction, branch: bytes) -> None:
         """Remove all rows of a branch."""
@@ -82,11 +87,17 @@ def read(txn: ReadTransaction, branch: bytes, stored: StoredBranch) -> "array[in
     """Return the open tokens of the branch whose key is `branch`.
 
     Raises:
-        CorruptionError: A row is damaged or missing.
+        CorruptionError: A row is damaged or missing, or of another version than the branch.
     """
     tokens = array("I")
     for row in range(num_rows(stored.record.num_open)):
-        tokens.extend(unpack_tokens(txn.get(Table.TAILS, rows.tail_key(branch, row)) or b""))
+        data = txn.get(Table.TAILS, rows.tail_key(branch, row)) or b""
+        if rows.row_sum(data) != stored.sums[row * SUM_NBYTES : (row + 1) * SUM_NBYTES]:
+            raise CorruptionError(
+                f"branch {stored.record.name!r} has {stored.record.num_open} tokens after its tip, of which those from "
+                f"{row * ROW_TOKENS} on are lost"
+            )
+        tokens.extend(unpack_tokens(data))
     if len(tokens) != stored.record.num_open:
         raise CorruptionError(
             f"branch {stored.record.name!r} has {stored.record.num_open} open tokens, but {len(tokens)} are stored"

@@ -4,7 +4,7 @@ The only file that knows networkx. Knows nothing of storage.
 """
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import networkx
 
@@ -79,6 +79,15 @@ class SessionTree:
         if self._checkpoints.pop(checkpoint_id, None) is not None:
             self._graph.remove_node(checkpoint_id)
 
+    def merge(self, removed: Collection[CheckpointId], checkpoint: Checkpoint) -> None:
+        """Let a checkpoint take the place of those that were merged into it, and of its own old record."""
+        for each in (*removed, checkpoint.checkpoint_id):
+            self._checkpoints.pop(each, None)
+        children = list(self._graph.successors(checkpoint.checkpoint_id))
+        self._graph.remove_nodes_from([*removed, checkpoint.checkpoint_id])
+        self.add(checkpoint)
+        self._graph.add_edges_from((checkpoint.checkpoint_id, child) for child in children)
+
     def roots(self) -> list[Checkpoint]:
         """Return the checkpoints without a parent here, oldest first."""
         return _by_age(self._checkpoints[node] for node, degree in self._graph.in_degree() if degree == 0)
@@ -110,6 +119,19 @@ class SessionTree:
             NotFoundError: The session has no such checkpoint.
         """
         return list(self.lineage(checkpoint_id))[::-1]
+
+    def require_complete(self, checkpoint_id: CheckpointId | None) -> None:
+        """Check that a checkpoint (None: none) and all before it are here, down to the root.
+
+        Raises:
+            CorruptionError: One is missing, and with it tokens.
+        """
+        missing = checkpoint_id if checkpoint_id not in self._checkpoints else None
+        if checkpoint_id is not None and missing is None:
+            *_, root = self.lineage(checkpoint_id)
+            missing = root.parent_id
+        if missing is not None:
+            raise CorruptionError(f"checkpoint {missing.hex()} is lost, and with it tokens")
 
     def tokens(self, checkpoint_id: CheckpointId) -> bytes:
         """Return all tokens from the root to a checkpoint, as u32-le.

@@ -17,6 +17,7 @@ from agentmem.adapters.transformers.split import SplitAttention
 from agentmem.batching import BatchMode, RowsPass, RowsResult
 from agentmem.errors import AgentMemError
 from agentmem.kv.spec import KVSpec
+from agentmem.reasons import Reason
 
 Steering = Callable[[bytes], contextlib.AbstractContextManager[None]]
 """Holds the model's rotary modules to a regime, in this thread."""
@@ -30,7 +31,8 @@ class TransformersBatch:
 
     Attributes:
         mode: How it does.
-        why: Why nothing faster is done.
+        reason: Why nothing faster is done; None for the fastest.
+        why: The same in a sentence.
         num_private: How many of its last tokens each row must have in its own slots.
     """
 
@@ -62,7 +64,7 @@ class TransformersBatch:
         self._cache_argument = cache_argument(model)
         self._takes = inspect.signature(model.forward).parameters.keys()
         self._attention = SplitAttention(model)
-        self.mode, self.why = self._choose(probe)
+        self.mode, self.reason, self.why = self._choose(probe)
         windows = [layer.window - 1 for layer in spec.layers if layer.window is not None]
         self.num_private = max(windows, default=0)
 
@@ -109,13 +111,14 @@ class TransformersBatch:
         ]
         return RowsResult(logits=wanted, states=cache.take_states())
 
-    def _choose(self, probe: Probe) -> tuple[BatchMode, str]:
-        reason = self._one_by_one_reason()
-        if reason:
-            return BatchMode.ONE_BY_ONE, reason
+    def _choose(self, probe: Probe) -> tuple[BatchMode, Reason | None, str]:
+        reason, why = self._one_by_one_reason()
+        if reason is not None:
+            return BatchMode.ONE_BY_ONE, reason, why
         reasons = []
         ways = [(BatchMode.CASCADE, True), (BatchMode.ROWS, False)]
         if not self._spec.groups:
+            reason = Reason.STATES_ONLY
             reasons.append(f"{type(self._model).__name__} has layer states only, which nobody can share")
             del ways[0]
         for mode, is_split in ways:
@@ -124,14 +127,15 @@ class TransformersBatch:
             except _FAILURES as error:
                 failure = str(error)
             if not failure:
-                return mode, "; ".join(reasons)
+                return mode, reason, "; ".join(reasons)
+            reason = Reason.NOT_PROVEN
             reasons.append(f"{mode.value} does not work on {type(self._model).__name__} ({failure})")
-        return BatchMode.ONE_BY_ONE, "; ".join(reasons)
+        return BatchMode.ONE_BY_ONE, reason, "; ".join(reasons)
 
-    def _one_by_one_reason(self) -> str:
+    def _one_by_one_reason(self) -> tuple[Reason | None, str]:
         name = type(self._model).__name__
         if self._model.config.is_encoder_decoder:
-            return f"{name} has an encoder, whose output differs between branches"
+            return Reason.HAS_ENCODER, f"{name} has an encoder, whose output differs between branches"
         if any(layer.indexer_group is not None for layer in self._spec.layers):
-            return f"{name} chooses by an indexer what each token attends to"
-        return ""
+            return Reason.HAS_INDEXER, f"{name} chooses by an indexer what each token attends to"
+        return None, ""

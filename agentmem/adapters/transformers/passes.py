@@ -8,6 +8,7 @@ written, advance the branch. A pass that fails leaves the branch as it was, and 
 import contextlib
 import inspect
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -66,7 +67,7 @@ class Passes:
         self.media = MediaInputs(model, needs_token_types=holder is not None)
         self._axes = None if holder is None else MultiAxisPositions(model, holder, plain_tokens(model, 3))
         self._counts_itself = self.encoder is None and not self._goes_by_positions()
-        self._running: dict[int, BranchCache] = {}
+        self._running: weakref.WeakValueDictionary[int, BranchCache] = weakref.WeakValueDictionary()
         self._generating: dict[int, BranchCache] = {}
         self._batching: dict[int, bytes] = {}
         self._batch: TransformersBatch | None = None
@@ -221,7 +222,7 @@ class Passes:
         self, _module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         thread = threading.get_ident()
-        self._running.pop(thread, None)  # a pass that was interrupted may have left it
+        self._running.pop(thread, None)  # a pass that was interrupted leaves it, until its cache is gone
         kwargs = self._with_cache(kwargs)
         cache = self._own_cache(args, kwargs)
         if cache is None:
