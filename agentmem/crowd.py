@@ -7,6 +7,7 @@ share a store than its device budget holds sessions: they wait for each other wh
 import contextlib
 import operator
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -15,8 +16,8 @@ from agentmem.presence import Lock, present
 
 T = TypeVar("T")
 
-_LOOK_S = 0.05
-"""How often a waiting thread looks for itself, lest it miss a call that an interrupt cut short."""
+_LOOK_S = 0.002
+"""How often a waiting thread looks. Nobody calls it, so that an interrupt leaves no lock behind."""
 
 _release = operator.methodcaller("release")
 
@@ -27,7 +28,7 @@ class Crowd:
     def __init__(self, *, is_limited: bool) -> None:
         """Begin with nobody; without a limit on the device nobody ever waits."""
         self._is_limited = is_limited
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._inside: dict[object, int] = {}
         self._paused: dict[object, int] = {}  # inside, and waiting for a lock or to be alone
         self._queue: dict[object, int] = {}  # those that want to be alone; the first of them is, when nobody works
@@ -54,7 +55,6 @@ class Crowd:
             if key in self._inside:
                 del self._inside[key]
             self._num_left += 1
-            self._tell()
 
     def with_room(self, work: Callable[[], T], step_aside: Callable[[], bool]) -> T:
         """Do work that needs room on the device, again and alone when others had the room.
@@ -92,11 +92,10 @@ class Crowd:
         is_inside = me in self._inside.values()
         while True:
             if not is_inside:
-                self._wait(lambda: not self._queue)
+                _wait(lambda: not self._queue)
             with present(self._paused, me):
-                self._tell()
                 held[:] = map(lock.acquire, (True,))  # one step: no interrupt comes between taking and noting
-            with self._changed:
+            with self._lock:
                 if is_inside or not self._queue:
                     self._inside[key] = me
                     return
@@ -108,20 +107,15 @@ class Crowd:
         key, me = object(), threading.get_ident()
         with present(self._paused, me):
             try:
-                self._queue[key] = me
-                self._tell()
-                self._wait(lambda: next(iter(tuple(self._queue))) is key and not self._is_anybody_working)
+                with self._lock:
+                    self._queue[key] = me
+                _wait(lambda: next(iter(tuple(self._queue))) is key and not self._is_anybody_working)
                 yield
             finally:
                 if key in self._queue:
                     del self._queue[key]
-        self._tell()
 
-    def _wait(self, is_due: Callable[[], bool]) -> None:
-        with self._changed:
-            while not is_due():
-                self._changed.wait(_LOOK_S)
 
-    def _tell(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
+def _wait(is_due: Callable[[], bool]) -> None:
+    while not is_due():
+        time.sleep(_LOOK_S)

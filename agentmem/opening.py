@@ -80,7 +80,6 @@ class Opener:
             NotFoundError: There is none of that name.
             SessionLeasedError: Another handle writes to it.
         """
-        self._environment.flush()
 
         def operation(txn: WriteTransaction) -> None:
             session_id = self._catalog.find_session(txn, name).session_id

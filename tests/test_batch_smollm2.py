@@ -75,7 +75,7 @@ def gap(logits, prefix, tail, ids, other):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_branches", "num_tokens"), [(2, 512), (32, 512), (5, 1500), (8, 4096)])
+@pytest.mark.parametrize(("num_branches", "num_tokens"), [(2, 512), (32, 512), (8, 4096)])
 def test_smollm2_gives_every_branch_what_it_gives_it_alone(model, text, tmp_path, num_branches, num_tokens):
     prefix = text[:num_tokens]
     # Ragged: 1 to 40 tokens of their own, from different places of the text.

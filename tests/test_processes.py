@@ -493,7 +493,8 @@ def test_what_four_processes_acknowledged_survives_that_they_are_killed_at_rando
     store = opened()
     assert problems(store) == ()
     assert len(expected) > NUM_KILLS
-    assert len({line["worker"] for line in lines if line["session"] == "s0"}) > 1
+    worked = {(line["session"], line["worker"]) for line in lines}
+    assert len(worked) > len({session for session, _ in worked})  # some session went from hand to hand
     for name in {line["session"] for line in lines}:
         session = store.resume(name)
         for checkpoint in session.checkpoints:

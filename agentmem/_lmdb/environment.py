@@ -17,7 +17,7 @@ from agentmem._future import Future
 from agentmem._lmdb import engine
 from agentmem._lmdb.gate import Gate
 from agentmem._lmdb.keys import open_cipher
-from agentmem._lmdb.quota import Quota
+from agentmem._lmdb.quota import Quota, require_order
 from agentmem._lmdb.rewrite import copy_rows
 from agentmem._lmdb.tables import Table
 from agentmem._lmdb.transaction import ReadTransaction, WriteTransaction
@@ -167,9 +167,10 @@ class Environment:
             ClosedError: The store is closed, or this is a forked child.
         """
         self.check_usable()
-        if not self._gate.enter():
-            self.check_usable()
+        read = object()
         try:
+            if not self._gate.enter(read):
+                self.check_usable()
             with self._begin(write=False) as txn:
                 transaction = ReadTransaction(txn, self._handles, self.cipher)
                 yield transaction
@@ -177,7 +178,7 @@ class Environment:
             self._refuse_if_damaged(error)
             raise engine.translate(error, self.path) from error
         finally:
-            self._gate.leave()
+            self._gate.leave(read)
         if transaction.unlike and self._writer is not None:
             self._heal_soon(transaction.unlike)
 
@@ -299,7 +300,7 @@ class Environment:
             with self._committing, self._begin(write=True) as parent:
                 self.quota.begin(ReadTransaction(parent, self._handles, self.cipher))
                 outcomes = [self._carry_out(parent, operation, allowed_nbytes, callbacks) for operation in operations]
-                _require_order(operations, outcomes)
+                require_order(operations, outcomes)
         except lmdb.Error as error:
             raise self._after_failed_commit(error, nbytes) from error
         try:
@@ -387,14 +388,3 @@ class Environment:
             f"{_directory.free_nbytes(self.path)} bytes free, of which {self._reserve_nbytes} are kept for removals; "
             "remove data and collect garbage, or free space; nothing stored was lost"
         )
-
-
-def _require_order(operations: Sequence[Operation[WriteTransaction]], outcomes: Sequence[Outcome]) -> None:
-    """Undo a group of which a QUEUED operation found no room: what stands behind it must not come before it.
-
-    Raises:
-        StorageFullError: There was one, and others beside it.
-    """
-    for operation, outcome in zip(operations, outcomes, strict=True):
-        if operation.level is Level.QUEUED and isinstance(outcome.error, StorageFullError) and len(operations) > 1:
-            raise outcome.error

@@ -5,11 +5,12 @@ pages of the file. Pages in that list are not live: later writes use them again.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from agentmem import _directory
-from agentmem._lmdb.transaction import ReadTransaction
+from agentmem._lmdb.transaction import ReadTransaction, WriteTransaction
+from agentmem._writer import Level, Operation, Outcome
 from agentmem.errors import StorageFullError
 
 _RESERVED_PART = 16
@@ -18,6 +19,9 @@ _NUM_META_PAGES = 2
 _SLACK_PAGES = 8
 """By so much the list of free pages may grow in a commit, which writes it last. An operation frees a few dozen pages
 by copying what it changes, 8 bytes of the list each; one that frees thousands makes the store smaller by far more."""
+
+_NUM_TRIES = 4
+"""How often room is made for one write: other threads queue blocks meanwhile."""
 
 _SMALL_NBYTES = 64 << 10
 """About the most that operations without blocks add, one by itself and those that are queued."""
@@ -79,15 +83,17 @@ class Quota:
 
     def _has_room(self, wanted_nbytes: Callable[[], int], limit_nbytes: int) -> bool:
         """Say whether there is room, after making some where there was none; nobody relieves a relief."""
-        missing_nbytes = self._live_nbytes + wanted_nbytes() - limit_nbytes
-        is_inside = getattr(self._relieving, "is_on", False) or threading.get_ident() == self._writer_id
-        if missing_nbytes <= 0 or is_inside:
+        if getattr(self._relieving, "is_on", False) or threading.get_ident() == self._writer_id:
             return True
-        self._relieving.is_on = True
-        try:
-            self.make_room(missing_nbytes)
-        finally:
-            self._relieving.is_on = False
+        for _ in range(_NUM_TRIES):
+            missing_nbytes = self._live_nbytes + wanted_nbytes() - limit_nbytes
+            if missing_nbytes <= 0:
+                return True
+            self._relieving.is_on = True
+            try:
+                self.make_room(missing_nbytes)
+            finally:
+                self._relieving.is_on = False
         # What was queued has been written meanwhile, and is counted.
         return self._live_nbytes + wanted_nbytes() <= limit_nbytes
 
@@ -132,3 +138,14 @@ class Quota:
             f"{self.budget_nbytes:,} are in use by what branches and pins hold, and a part is kept for tokens. Drop "
             f"branches, remove sessions, `agentmem prune`, or raise Config.disk_budget_nbytes; nothing stored was lost"
         )
+
+
+def require_order(operations: Sequence[Operation[WriteTransaction]], outcomes: Sequence[Outcome]) -> None:
+    """Undo a group of which a QUEUED operation found no room: what stands behind it must not come before it.
+
+    Raises:
+        StorageFullError: There was one, and others beside it.
+    """
+    for operation, outcome in zip(operations, outcomes, strict=True):
+        if operation.level is Level.QUEUED and isinstance(outcome.error, StorageFullError) and len(operations) > 1:
+            raise outcome.error

@@ -70,7 +70,8 @@ class Mover:
     def __init__(self) -> None:
         """Start the thread."""
         self._jobs: deque[tuple[AnyJob, object]] = deque()
-        self._wake = threading.Condition()
+        self._lock = threading.Lock()
+        self._wake = threading.Condition(self._lock)
         self._is_closed = False
         self._current: AnyJob | None = None
         self._thread = threading.Thread(target=self._loop, name="agentmem-mover", daemon=True)
@@ -78,7 +79,7 @@ class Mover:
 
     def submit(self, job: AnyJob, *, needs: object = None) -> None:
         """Queue a job, and hold what it needs until it has run. Costs microseconds."""
-        with self._wake:
+        with self._lock:
             self._jobs.append((job, needs))
             self._wake.notify()
 
@@ -93,7 +94,7 @@ class Mover:
         """
         left: list[tuple[AnyJob, object]] = []
         while True:
-            with self._wake:
+            with self._lock:
                 is_last = not self._jobs
                 job, needs = (self._current, None) if is_last else self._jobs.popleft()
             if job is not None and not _run(job, is_patient=is_patient) and not is_last:
@@ -101,20 +102,20 @@ class Mover:
             del needs
             if is_last:
                 break
-        with self._wake:
+        with self._lock:
             self._jobs.extendleft(reversed(left))
             self._wake.notify()
 
     def close(self) -> None:
         """Finish what is queued and end the thread."""
-        with self._wake:
+        with self._lock:
             self._is_closed = True
             self._wake.notify()
         self._thread.join()
 
     def _loop(self) -> None:
         while True:
-            with self._wake:
+            with self._lock:
                 self._current = None
                 self._wake.wait_for(lambda: bool(self._jobs) or self._is_closed)
                 if not self._jobs:

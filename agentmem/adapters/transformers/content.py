@@ -3,8 +3,8 @@
 Knows nothing of models.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from agentmem.errors import UnsupportedModelError
 from agentmem.kv.hashing import hash_fields
+from agentmem.tiers.crew import Crew
 
 _PIECE_NBYTES = 32 << 20
 """Weights are hashed in pieces of this size, so that threads share large ones evenly."""
@@ -28,9 +29,9 @@ def content_digests(values: Sequence[object], num_threads: int) -> list[bytes]:
     """
     contents = [_Content(value) for value in values]
     pieces = [piece for content in contents for tensor in content.tensors for piece in _pieces(tensor)]
-    with ThreadPoolExecutor(num_threads) as pool:
-        sums = pool.map(_sum, pieces)
-        return [hash_fields(b"content", (*content.fields, *islice(sums, content.num_pieces))) for content in contents]
+    with contextlib.closing(Crew(num_threads, "agentmem-hash")) as crew:
+        sums = iter(crew.do(_sum, pieces))
+    return [hash_fields(b"content", (*content.fields, *islice(sums, content.num_pieces))) for content in contents]
 
 
 def canonical(value: object, is_ignored: Callable[[str], bool] | None = None) -> Iterator[bytes]:
