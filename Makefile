@@ -47,9 +47,10 @@ torture: export AGENTMEM_TORTURE_IMAGES ?= 500
 torture: export AGENTMEM_TORTURE_CORRUPTIONS ?= 1000
 torture: export AGENTMEM_TORTURE_STRIDE ?= 1
 torture: export AGENTMEM_TORTURE_SOAK_S ?= 600
+torture: export AGENTMEM_INTERRUPTS ?= 40
 torture: export OMP_NUM_THREADS = 1
 torture: $(STAMP) ## Kill, starve and damage stores for about an hour, and print what came of it (docs/durability.md).
-	$(BIN)/python -m pytest -s --timeout 14400 tests/torture $(ARGS)
+	$(BIN)/python -m pytest -s --timeout 14400 tests/torture tests/test_interrupts.py $(ARGS)
 
 check: $(STAMP) ## Check format, lint, types, import contracts, docstrings and spelling.
 	$(BIN)/ruff format --check

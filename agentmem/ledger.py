@@ -90,8 +90,7 @@ class Ledger:
     def close(self, entries: Iterable[BranchEntry]) -> None:
         """Give the device back, and what is held in memory of the session and of its branches `entries`."""
         for entry in entries:
-            entry.state.cool()
-            entry.state.live = None  # one that was not saved would stay on the device with the user's handles
+            entry.state.let_go()
         self.states.clear()
         self.workspace.clear()
         self._catalog.forget(self.record.session_id)

@@ -303,6 +303,11 @@ class Prefix(Revertible):
         for state in (*states, *([self.root] if self.root is not None else [])):
             self._runtime.states.cool(state)
 
+    def let_go(self) -> None:
+        """Let the device forget the branch for good: what was not saved would stay there with the user's handles."""
+        self.cool()
+        self.live = self._point = None
+
     def cool_points(self) -> None:
         """Let the device forget the layer states that were saved, but for the one the branch stands at."""
         for point in self.points:

@@ -4,6 +4,8 @@ Other passes of the model, in other threads, run as ever meanwhile: what is put 
 """
 
 import contextlib
+import itertools
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -22,6 +24,9 @@ from agentmem.errors import UnsupportedModelError
 
 _UNUSED = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "sliding_window"})
 """Arguments of an attention that say nothing beside what the cache says."""
+
+_NAME = "_attn_implementation_internal"
+"""Where a configuration keeps the name of its attention."""
 
 Attended = tuple[Tensor, Tensor | None]
 
@@ -45,15 +50,16 @@ class SplitAttention:
             for name, ours in names.items():
                 AttentionInterface.register(ours, partial(self._attend, name))
                 AttentionMaskInterface.register(ours, partial(self._mask, name))
-            self._running = threading.get_ident(), cache
+            homes, originals = [vars(config) for config, _ in before], [name for _, name in before]
             try:
+                self._running = threading.get_ident(), cache
                 for config, name in before:
                     _set(config, names.get(name))
                 yield
             finally:
-                for config, name in before:
-                    _set(config, name)
                 self._running = None
+                # In one step, which no interrupt divides: a model that was left half ours would be of no use.
+                list(map(operator.setitem, homes, itertools.repeat(_NAME), originals))
                 for ours in names.values():
                     AttentionInterface._global_mapping.pop(ours, None)  # noqa: SLF001 - there is no unregister
                     AttentionMaskInterface._global_mapping.pop(ours, None)  # noqa: SLF001 - as above
@@ -142,4 +148,4 @@ def _original(name: str, module: nn.Module) -> Callable[..., Attended]:
 
 def _set(config: PreTrainedConfig, name: str | None) -> None:
     # The property's setter hands the name down to configurations inside, which are set one by one here.
-    config._attn_implementation_internal = name  # noqa: SLF001 - as set_attn_implementation does
+    setattr(config, _NAME, name)
