@@ -86,7 +86,7 @@ def repair(
     with contextlib.closing(_Work(path)) as work:
         found = salvage(path / _directory.DATA_FILE, work.target, previous_snapshot=previous_snapshot)
         with Environment.open(work.target, key=key) as environment:
-            catalog, disk = Catalog(environment), DiskTier(environment)
+            catalog, disk = Catalog(), DiskTier(environment)
             mended = mend(environment, catalog, disk, found=found, now_s=time.time())
             checked = check(environment, disk)
         report = _report(found, mended, checked)

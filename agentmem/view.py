@@ -39,7 +39,7 @@ class StoreView:
         """Own an open environment; use `agentmem.open`."""
         self.environment = environment
         self.config = config
-        self.catalog = Catalog(environment)
+        self.catalog = Catalog()
 
     @property
     def path(self) -> Path:

@@ -37,7 +37,7 @@ def environment(store_path):
 
 @pytest.fixture
 def catalog(environment):
-    return Catalog(environment, clock=lambda: 1000.0)
+    return Catalog(clock=lambda: 1000.0)
 
 
 def session(name="ticket-4711", session_id=SESSION, **fields):
@@ -503,7 +503,7 @@ class CatalogAndModel(RuleBasedStateMachine):
         if hasattr(self, "environment"):
             self.environment.close()
         self.environment = Environment.open(self.folder / "store", create=True)
-        self.catalog = Catalog(self.environment, clock=lambda: 5.0)
+        self.catalog = Catalog(clock=lambda: 5.0)
 
     def teardown(self):
         if hasattr(self, "environment"):

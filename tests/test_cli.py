@@ -119,7 +119,7 @@ def damage(path, table, key):
 
 def change(path, operation):
     with Environment.open(path) as environment:
-        catalog = Catalog(environment)
+        catalog = Catalog()
         return environment.submit(lambda txn: operation(txn, catalog)).result()
 
 

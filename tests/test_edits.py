@@ -116,7 +116,7 @@ def names(branch: Branch) -> list[bytes]:
 def collect_garbage(path: Path) -> None:
     """Remove what no branch reaches."""
     with Environment.open(path) as environment:
-        collect(environment, Catalog(environment), DiskTier(environment), grace_s=0.0, now_s=time.time() + 1e6)
+        collect(environment, Catalog(), DiskTier(environment), grace_s=0.0, now_s=time.time() + 1e6)
 
 
 # -- what the new branch is

@@ -584,7 +584,7 @@ def test_a_long_prompt_against_many_checkpoints_takes_less_than_a_second_of_one_
     checkpoints = list(many_checkpoints(trunk))
     prompt = [*trunk, *own_tokens(700)[:40], 5_001, *own_tokens(700)[41:]]
     with Environment.open(store_path, create=True) as environment:
-        catalog = Catalog(environment)
+        catalog = Catalog()
         environment.submit(lambda txn: write(txn, catalog, checkpoints), level=Level.DURABLE).result()
         started_s = time.process_time()
         with environment.read() as txn:

@@ -37,7 +37,7 @@ class Store:
 
     def open(self):
         self.environment = Environment.open(self.path, create=True)
-        self.catalog = Catalog(self.environment, clock=self.clock)
+        self.catalog = Catalog(clock=self.clock)
         self.disk = DiskTier(self.environment, clock=self.clock)
 
     def clock(self):
@@ -452,7 +452,7 @@ def test_a_read_only_handle_can_check_and_preview(store):
     store.environment.close()
 
     with Environment.open(store.path, read_only=True) as environment:
-        catalog, disk = Catalog(environment), DiskTier(environment)
+        catalog, disk = Catalog(), DiskTier(environment)
         preview = gc.collect(environment, catalog, disk, grace_s=0, now_s=store.now_s, dry_run=True)
 
         assert check(environment, disk, read_data=True).problems == ()

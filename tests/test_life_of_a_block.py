@@ -15,18 +15,12 @@ from agentmem.kv import record as record_format
 from agentmem.kv.hashing import chain_hash, content_digest, root_hash
 from agentmem.kv.record import pack, read_meta, section_sums, unpack
 from agentmem.reasons import Reason
-from agentmem.runtime import Runtime
+from agentmem.runtime import make_runtime
 from agentmem.state import BranchState
-from agentmem.stats import Counters
-from agentmem.tiers.blockstore import BlockStore
 from agentmem.tiers.chunks import CHUNK_NBYTES
-from agentmem.tiers.device import DeviceTier, Workspace, empty_sections
+from agentmem.tiers.device import Workspace, empty_sections
 from agentmem.tiers.disk import DiskTier
-from agentmem.tiers.host import HostTier
-from agentmem.tiers.identity import Identity
-from agentmem.tiers.media import MediaStore
 from agentmem.tiers.runs import Cursor
-from agentmem.tiers.states import StateStore
 from agentmem.tree.checkpoint import BlockRef
 
 TOKENS = [(5 * index + 2) % 512 for index in range(64)]
@@ -41,41 +35,12 @@ def environment(store_path):
 
 @pytest.fixture
 def runtime(llama, environment):
-    """The parts of an open store, made one by one; the mover is off, so that each step is taken by the test."""
+    """The parts of an open store; the mover is off, so that each step is taken by the test."""
     config = Config(save_in_background=False)
-    adapter, counters = TransformersAdapter(llama, None, config), Counters()
-    identity, host, disk = Identity(adapter.look(), b""), HostTier(1 << 20), DiskTier(environment)
-    device = DeviceTier(adapter.spec, adapter.device, None)
-    blocks = BlockStore(
-        spec=adapter.spec,
-        identity=identity,
-        host=host,
-        disk=disk,
-        codec="lossless",
-        num_threads=2,
-        is_saving=False,
-        counters=counters,
-    )
-    yield Runtime(
-        adapter=adapter,
-        blocks=blocks,
-        device=device,
-        counters=counters,
-        config=config,
-        identity=identity,
-        states=StateStore(
-            spec=adapter.spec,
-            identity=identity,
-            device=device,
-            host=host,
-            disk=disk,
-            codec="lossless",
-            counters=counters,
-        ),
-        media=MediaStore(identity, host, disk),
-    )
-    blocks.close()
-    adapter.close()
+    runtime = make_runtime(environment, TransformersAdapter(llama, None, config), config)
+    yield runtime
+    runtime.blocks.close()
+    runtime.adapter.close()
 
 
 def new_state(runtime):

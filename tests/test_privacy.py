@@ -261,7 +261,7 @@ def test_a_damaged_session_can_be_forgotten_and_what_may_be_left_is_told(llama, 
     with Environment.open(store_path) as environment:
         for table in (Table.NODES, Table.NREFS, Table.BRANCHES):
             environment.submit(lambda txn, table=table: damage(txn, table, session_id)).result()
-        catalog, disk = Catalog(environment), DiskTier(environment)
+        catalog, disk = Catalog(), DiskTier(environment)
 
         report = forget(environment, catalog, disk, "gone")
 
@@ -358,7 +358,7 @@ def test_the_keys_of_the_json_document_stay(llama, store_path, capsys):
 def test_what_a_dry_run_says_is_what_goes(llama, store_path):
     write(store_path, llama)
     with Environment.open(store_path) as environment:
-        catalog, disk = Catalog(environment), DiskTier(environment)
+        catalog, disk = Catalog(), DiskTier(environment)
         planned = forget(environment, catalog, disk, "mrs smith", dry_run=True)
         done = forget(environment, catalog, disk, "mrs smith")
 

@@ -218,7 +218,7 @@ def test_rows_that_were_removed_do_not_come_back(truth, tmp_path):
     with agentmem.open(path) as view:
         session_id = view.view("a").record.session_id
     with Environment.open(path) as environment:
-        environment.submit(lambda txn: Catalog(environment).remove_session(txn, session_id)).result()
+        environment.submit(lambda txn: Catalog().remove_session(txn, session_id)).result()
 
     repair(path)
 

@@ -266,7 +266,7 @@ class StoreAndDict(RuleBasedStateMachine):
     def collect(self):
         """Remove what nothing reaches; checkpoints that no branch passes through are gone then."""
         with Environment.open(self.folder / "store") as environment:
-            catalog = Catalog(environment)
+            catalog = Catalog()
             collect(environment, catalog, DiskTier(environment), grace_s=0.0, now_s=FAR_FUTURE_S)
             with environment.read() as txn:
                 left = {

@@ -36,7 +36,7 @@ class Place:
 
     def __init__(self, path, *, create=True):
         self.environment = Environment.open(path, create=create)
-        self.catalog = Catalog(self.environment)
+        self.catalog = Catalog()
         self.disk = DiskTier(self.environment)
 
     def __enter__(self):

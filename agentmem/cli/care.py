@@ -38,7 +38,7 @@ def gc(arguments: argparse.Namespace) -> Result:
     with open_store(arguments, read_only=arguments.dry_run) as environment:
         report = collect(
             environment,
-            Catalog(environment),
+            Catalog(),
             DiskTier(environment),
             grace_s=arguments.grace,
             now_s=time.time(),

@@ -36,9 +36,7 @@ def import_(arguments: argparse.Namespace) -> Result:
     with read_bundle(arguments.file):
         pass  # a file that is no export must not leave an empty store behind
     with open_store(arguments, create=True) as environment:
-        report = import_session(
-            environment, Catalog(environment), DiskTier(environment), arguments.file, name=arguments.name
-        )
+        report = import_session(environment, Catalog(), DiskTier(environment), arguments.file, name=arguments.name)
     num_known = report.num_blocks - report.num_new_blocks
     return Result(
         document={"store": str(arguments.store), "file": str(arguments.file), **asdict(report)},

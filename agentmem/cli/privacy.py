@@ -21,7 +21,7 @@ def forget(arguments: argparse.Namespace) -> Result:
     """Forget a session with `--yes`, and write the data file anew; without, say what would be forgotten."""
     with open_store(arguments, read_only=not arguments.yes) as environment:
         report = forget_session(
-            environment, Catalog(environment), DiskTier(environment), arguments.session, dry_run=not arguments.yes
+            environment, Catalog(), DiskTier(environment), arguments.session, dry_run=not arguments.yes
         )
     notices = [*report.damaged, *([] if arguments.yes else ["nothing was forgotten: repeat with --yes"])]
     is_compact = arguments.yes and _compact(arguments, notices)

@@ -31,7 +31,7 @@ def prune(arguments: argparse.Namespace) -> Result:
     with open_store(arguments, read_only=arguments.dry_run) as environment:
         report, _ = prune_store(
             environment,
-            Catalog(environment),
+            Catalog(),
             DiskTier(environment),
             retention,
             now_s=time.time(),

@@ -6,6 +6,7 @@ Source: zarr.testing.store.StoreTests, a suite that any store may inherit.
 # ruff: noqa: S101 - these are tests
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,16 +53,16 @@ def same_bits(left: list[Tensor], right: list[Tensor]) -> bool:
     )
 
 
-class TierSuite:
+class TierSuite(ABC):
     """The conformance suite; subclasses give the two hooks."""
 
+    @abstractmethod
     def open_tier(self, path: Path) -> Iterator[Tier]:
         """Yield an empty tier that may use the directory `path`, and close it afterwards."""
-        raise NotImplementedError
 
+    @abstractmethod
     def put(self, tier: Tier, sections: list[Tensor], seed: int) -> BlockDigest:
         """Store a block, wait until it is there, and return its digest; `seed` differs for different blocks."""
-        raise NotImplementedError
 
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Iterator[Tier]:

@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from agentmem._lmdb import Environment, ReadTransaction, Table, WriteTransaction
+from agentmem._lmdb import ReadTransaction, Table, WriteTransaction
 from agentmem.errors import AlreadyExistsError, CorruptionError, InvalidInputError, NotFoundError
 from agentmem.ids import BlockDigest, CheckpointId, SessionId
 from agentmem.tree import nodes, pins, refs, rows, tails
@@ -33,14 +33,12 @@ Damaged = list[CorruptionError] | None
 class Catalog:
     """Reads and writes the records of the metadata plane."""
 
-    def __init__(self, environment: Environment, *, clock: Callable[[], float] = time.time) -> None:
-        """Make the catalog of one environment.
+    def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
+        """Make the catalog of one store; its transactions are given to each method.
 
         Args:
-            environment: Where it is stored.
             clock: Unix time; says since when nobody names a checkpoint.
         """
-        self._environment = environment
         self._clock = clock
         self._tails = Tails()
         # Random, so that no two handles ever give out the same stamp.

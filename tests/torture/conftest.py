@@ -13,3 +13,11 @@ def faults():
     library = shim.build()
     yield library
     shutil.rmtree(library.parent)
+
+
+@pytest.fixture(scope="module")
+def template(worker, tmp_path_factory):
+    """A store with two sessions, and what it has promised: made by the `worker` of the file that asks for it."""
+    folder = tmp_path_factory.mktemp("template")
+    worker.run("prepare", str(folder)).result()
+    return folder

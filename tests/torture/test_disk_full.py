@@ -44,14 +44,6 @@ def worker(faults):
         yield process
 
 
-@pytest.fixture(scope="module")
-def template(worker, tmp_path_factory):
-    """A store with two sessions, and what it has promised."""
-    folder = tmp_path_factory.mktemp("template")
-    worker.run("prepare", str(folder)).result()
-    return folder
-
-
 def fill_up(worker, template, folder, how, numbers):
     """Try each number until the disk is large enough; return the outcomes and what went wrong."""
     outcomes, faults = collections.Counter(), []

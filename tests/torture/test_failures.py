@@ -63,14 +63,6 @@ def worker(faults):
         yield process
 
 
-@pytest.fixture(scope="module")
-def template(worker, tmp_path_factory):
-    """A store with two sessions, and what it has promised."""
-    folder = tmp_path_factory.mktemp("template")
-    worker.run("prepare", str(folder)).result()
-    return folder
-
-
 def test_every_failure_has_a_name_and_takes_nothing(worker, template, tmp_path):
     table = {}
     faults = []
