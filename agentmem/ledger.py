@@ -293,12 +293,13 @@ class Ledger:
 
     def branch_record(self, entry: BranchEntry) -> BranchRecord:
         """Return what is stored of a branch, but for its open tokens."""
+        num_tokens, tip_length = len(entry.state.tokens), self.tip_length(entry)
         return BranchRecord(
             name=entry.name,
             tip=entry.tip,
             num_pending=entry.state.num_pending,
-            num_open=len(entry.state.tokens) - self.tip_length(entry),
-            marks=marks_between(entry.state.marks, self.tip_length(entry), len(entry.state.tokens)),
+            num_open=num_tokens - tip_length,
+            marks=marks_between(entry.state.marks, tip_length, num_tokens),
             extras=copy_extras(entry.extras),
             created_s=entry.created_s,
             updated_s=time.time(),

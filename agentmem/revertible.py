@@ -33,9 +33,13 @@ class Revertible:
 
     def snapshot(self) -> Snapshot:
         """Return all that the branch is now. Copies neither tokens nor KV."""
-        fields = dict(self.__dict__)  # all but the few below is immutable, or shared on purpose
-        fields |= {"tokens": self.tokens.fork(), "blocks": self.blocks.fork(), "cursor": self.cursor.fork()}
-        return {**fields, "_point": None}
+        return {
+            **self.__dict__,  # all but the few below is immutable, or shared on purpose
+            "tokens": self.tokens.fork(),
+            "blocks": self.blocks.fork(),
+            "cursor": self.cursor.fork(),
+            "_point": None,
+        }
 
     def put_back(self, snapshot: Snapshot) -> None:
         """Be what the branch was when the snapshot was taken, at a stroke; the snapshot is used up."""

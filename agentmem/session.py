@@ -325,11 +325,14 @@ class Session(Verbs):
         return len(self._uses) > 0
 
     @contextlib.contextmanager
-    def using(self, entry: BranchEntry) -> Iterator[None]:
-        """Keep other threads out and the branch on the device, while an operation runs."""
+    def using(self, entry: BranchEntry, *, is_computing: bool = True) -> Iterator[None]:
+        """Keep other threads out and the branch on the device, while an operation runs.
+
+        It follows the model before, unless it neither computes nor looks for KV.
+        """
         if self._is_working:  # inside another operation, where it would be too late to follow
             self.ledger.require_same_model()
-        else:
+        elif is_computing:
             self._follow_model()
         with self._crowd.taken(self._lock), self._guarded(), present(self._uses, [entry]):
             if self._entries.get(entry.name) is not entry:
@@ -361,14 +364,19 @@ class Session(Verbs):
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        with self._lock, present(self._workers, threading.get_ident()):
-            self._check_open()
-            if self._is_closed:
-                raise ClosedError(f"session {self.name!r} is closed; resume it from the store")
-            self.ledger.lease.check()
-            if not self.ledger.is_current:
-                rebuild_entries(self.ledger, list(self._entries.values()))
-            yield
+        key = object()
+        with self._lock:
+            try:
+                self._workers[key] = threading.get_ident()  # as `present` does, which costs a microsecond
+                self._check_open()
+                if self._is_closed:
+                    raise ClosedError(f"session {self.name!r} is closed; resume it from the store")
+                self.ledger.lease.check()
+                if not self.ledger.is_current:
+                    rebuild_entries(self.ledger, list(self._entries.values()))
+                yield
+            finally:
+                self._workers.pop(key, None)
 
     @property
     def _is_working(self) -> bool:
