@@ -103,7 +103,7 @@ class Writer(Generic[TransactionT]):
         self._max_queued_nbytes = max_queued_nbytes
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
-        self._space = threading.Condition(self._lock)
+        self._bells: deque[threading.Lock] = deque()  # one of each thread that waits for space
         self._queue: deque[Operation[TransactionT]] = deque()
         self._postponed: list[Operation[TransactionT]] = []  # QUEUED ones that found the disk full, oldest first
         self._queued_nbytes = 0
@@ -129,9 +129,9 @@ class Writer(Generic[TransactionT]):
             ClosedError: The writer is closed.
         """
         operation: Operation[TransactionT] = Operation(run, level, nbytes, Future())
+        if nbytes and threading.current_thread() is not self._thread:  # which must not wait for itself
+            self._wait_for_space(nbytes)
         with self._lock:
-            if nbytes:
-                self._wait_for_space(nbytes)
             if self._is_closing:
                 raise ClosedError("the store is closed: nothing can be written any more")
             self._enqueue(operation)
@@ -157,21 +157,23 @@ class Writer(Generic[TransactionT]):
         with self._lock:
             self._is_closing = True
             self._work.notify()
-            self._space.notify_all()
         self._thread.join()
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
     def _wait_for_space(self, nbytes: int) -> None:
-        if threading.current_thread() is self._thread:
-            return  # an operation that submits another must not wait for itself
-        while (
-            self._unfinished_nbytes
-            and self._unfinished_nbytes + nbytes > self._max_queued_nbytes
-            and not self._is_closing
-        ):
-            self._space.wait()
+        """Wait without a lock, as `Future` does: several that wait may each add an operation of theirs at once."""
+        while not self._has_space(nbytes):
+            bell = threading.Lock()
+            bell.acquire()
+            self._bells.append(bell)
+            if not self._has_space(nbytes):  # else it was rung before, maybe
+                bell.acquire()
+
+    def _has_space(self, nbytes: int) -> bool:
+        unfinished = self._unfinished_nbytes
+        return not unfinished or unfinished + nbytes <= self._max_queued_nbytes or self._is_closing
 
     def _enqueue(self, operation: Operation[TransactionT]) -> None:
         is_urgent = operation.level.is_durable
@@ -191,7 +193,8 @@ class Writer(Generic[TransactionT]):
             with self._lock:
                 self._num_unfinished -= len(group)
                 self._unfinished_nbytes -= sum(operation.nbytes for operation in group)
-                self._space.notify_all()
+            while self._bells:
+                self._bells.popleft().release()
             del group  # or the thread would keep the group's memory while it waits for the next
         self._give_up_postponed()
         if self._is_unsynced:

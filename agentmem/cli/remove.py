@@ -85,7 +85,7 @@ def _remove(store: StoreView, target: str) -> _Removal:
         left = leaving(txn, catalog, session, branch)
         return _branch_removal(left, drop(txn, catalog, left, time.time()), removed=True)
 
-    return store.environment.submit(operation, level=Level.DURABLE).result()
+    return store.environment.submit(operation, level=Level.REMOVAL).result()
 
 
 def _session_id(txn: ReadTransaction, catalog: Catalog, name: str) -> SessionId:
