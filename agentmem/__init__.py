@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, overload
 
 from agentmem._crypto import key_from_passphrase
 from agentmem._version import __version__
-from agentmem.config import Config
+from agentmem.config import Config, Residency
 from agentmem.errors import (
     AgentMemError,
     AlreadyExistsError,
@@ -27,12 +27,15 @@ from agentmem.errors import (
     StaleCacheError,
     StorageFullError,
     StoreLockedError,
+    TierUnavailableError,
     UnsupportedModelError,
 )
 from agentmem.reasons import Reason
 from agentmem.stats import ChatDifference, Finding, ReuseReport
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from agentmem.batch.batch import Batch
@@ -42,9 +45,12 @@ if TYPE_CHECKING:
     from agentmem.explain.explanation import Explanation
     from agentmem.gc import GcReport
     from agentmem.pruning import PrunedItem, PruneReport
+    from agentmem.residency import SweepReport
     from agentmem.retention import Retention
     from agentmem.session import Session
     from agentmem.store import Store
+    from agentmem.tiers.pyramid import micron_pyramid
+    from agentmem.tiers.remote import RecordTier
     from agentmem.tree.checkpoint import Checkpoint
     from agentmem.view import StoreView
 
@@ -58,6 +64,8 @@ _LAZY = {
     "Generation": "agentmem.branch",
     "PruneReport": "agentmem.pruning",
     "PrunedItem": "agentmem.pruning",
+    "SweepReport": "agentmem.residency",
+    "micron_pyramid": "agentmem.tiers.pyramid",
     "Reply": "agentmem.chat.conversation",
     "Retention": "agentmem.retention",
     "Score": "agentmem.batch.report",
@@ -91,6 +99,7 @@ __all__ = [
     "ReadOnlyError",
     "Reason",
     "Reply",
+    "Residency",
     "Retention",
     "ReuseReport",
     "Score",
@@ -102,9 +111,12 @@ __all__ = [
     "Store",
     "StoreLockedError",
     "StoreView",
+    "SweepReport",
+    "TierUnavailableError",
     "UnsupportedModelError",
     "__version__",
     "key_from_passphrase",
+    "micron_pyramid",
     "open",
 ]
 
@@ -120,6 +132,7 @@ def open(
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     config: Config | None = None,
+    tiers: "Sequence[RecordTier]" = (),
 ) -> "Store": ...
 
 
@@ -129,6 +142,7 @@ def open(
     model: "PreTrainedModel | None" = None,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     config: Config | None = None,
+    tiers: "Sequence[RecordTier]" = (),
 ) -> "Store | StoreView":
     """Open the store at `path`.
 
@@ -141,6 +155,7 @@ def open(
         model: Any causal language model of transformers, in eval mode, on one device.
         tokenizer: Its tokenizer; needed to append text and to show it.
         config: Choices such as budgets; see `Config`.
+        tiers: Tiers of one's own below the disk, the nearest first (docs/tiers.md). They are closed with the store.
 
     Returns:
         A `Store` with a model, a `StoreView` without. Either is a context manager.
@@ -164,7 +179,7 @@ def open(
     from agentmem.adapters.transformers import TransformersAdapter
     from agentmem.store import Store
 
-    return Store.open(Path(path), lambda: TransformersAdapter(model, tokenizer, config), config)
+    return Store.open(Path(path), lambda: TransformersAdapter(model, tokenizer, config), config, tiers)
 
 
 def __getattr__(name: str) -> object:

@@ -30,7 +30,8 @@ MADE_FILE = "store.made"
 """An empty file that is there once a store was finished: without it a lost data file would look like a new store's."""
 
 _PROBE_FILE = "room.probe"
-OWN_FILES = {DATA_FILE, "lock.mdb", STORE_LOCK, HOLDERS_LOCK, MADE_FILE, _PROBE_FILE}
+METRICS_FOLDER = "metrics"
+OWN_FILES = {DATA_FILE, "lock.mdb", STORE_LOCK, HOLDERS_LOCK, MADE_FILE, _PROBE_FILE, METRICS_FOLDER}
 # LMDB's documentation forbids these, even for the processes of one host.
 _NETWORK_TYPES = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "ceph", "glusterfs", "lustre"}
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 from agentmem.errors import CorruptionError, FormatVersionError, InvalidInputError
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Version that this code writes; rises whenever a byte on disk changes its meaning.
 
 1: checkpoints without marks and with bare digests of layer states. 2: marks, layer states with positions, regimes.
-3: stamped rows, small records kept twice.
+3: stamped rows, small records kept twice. 4: blocks whose records are in a tier below.
 """
 
-OLDEST_READABLE = 3
+OLDEST_READABLE = 4
 """Lowest version that this code reads."""
 
 FORMAT_KEY = b"format"

@@ -3,7 +3,7 @@
 An adapter runs the model; a `Feed` is its side of one branch. Neither names a framework.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,12 +27,15 @@ class Pass:
         states: The layer states before the pass, one tensor per entry of `KVSpec.states`: copies that the model may
             overwrite. None before the first token.
         root: KV of the encoder's output, keys and values of each layer; None when the encoder has not run.
+        wait: Called with a layer's index in `layers` before what it holds of earlier tokens is read: it may be on its
+            way. None when all is there. What it raises ends the pass.
     """
 
     layers: list[tuple[Tensor, Tensor]]
     num_kept: int = 0
     states: list[Tensor] | None = None
     root: list[Tensor] | None = None
+    wait: Callable[[int], None] | None = None
 
 
 class Feed(Protocol):

@@ -55,7 +55,7 @@ class BranchOwner(Protocol):
         """The names of the session's branches."""
         ...
 
-    def using(self, entry: BranchEntry, *, is_computing: bool = True) -> Guard:
+    def using(self, entry: BranchEntry) -> Guard:
         """Keep other threads out and the branch on the device, while an operation runs."""
         ...
 
@@ -272,14 +272,11 @@ class Branch(Talk, Editing["Branch"]):
             StorageFullError: The disk has no room; nothing is lost, and it may be tried again.
             InvalidInputError: The branch is empty.
         """
-        is_settled = self._entry.state.is_settled(keep=1)  # then it does not matter which model there is now
-        with self._owner.using(self._entry, is_computing=not is_settled):
+        with self._owner.using(self._entry):
             if not self.num_tokens:
                 raise InvalidInputError(
                     f"branch {self.name!r} has no tokens, so there is nothing to keep; append some first"
                 )
-            if is_settled and not self._entry.state.is_settled(keep=1):  # another thread was faster
-                self._owner.ledger.require_same_model()
             self._owner.with_room(lambda: self._entry.state.settle(keep=1))
             self._owner.ledger.states.note_progress(self._entry)
             kept = copy_extras(self._entry.extras if extras is None else {**own_extras(self._entry.extras), **extras})

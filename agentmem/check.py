@@ -12,7 +12,7 @@ from typing import TypeVar
 from agentmem._lmdb import Environment, ReadTransaction, Table
 from agentmem.errors import AgentMemError, CorruptionError, NotFoundError
 from agentmem.ids import BlockDigest, SessionId, short
-from agentmem.tiers.blockindex import BlockInfo, read_sum
+from agentmem.tiers.blockrows import BlockInfo, read_sum
 from agentmem.tiers.disk import DiskTier
 from agentmem.tiers.sealing import verified
 from agentmem.tree import nodes, pins, rows, tails

@@ -3,13 +3,74 @@
 Knows nothing of how the choices are carried out.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from agentmem._crypto import check_key
 from agentmem.errors import InvalidInputError
 
 GIB = 1 << 30
 MIB = 1 << 20
+
+
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    is_plain = ":" not in host or (host.startswith("[") and host.endswith("]"))
+    return bool(host) and is_plain and port.isdecimal() and int(port) < 1 << 16
+
+
+def _require(is_right: bool, name: str, found: object, wanted: str) -> None:
+    if not is_right:
+        raise InvalidInputError(f"Config.{name} must be {wanted}; found {found!r}")
+
+
+class Resident(Protocol):
+    """What a tier of a pyramid says of how long KV stays in it."""
+
+    @property
+    def residency_s(self) -> tuple[float, float]:
+        """Seconds at least, and at most."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residency:
+    """How long KV that nobody touches stays in each tier before it sinks; by default for ever.
+
+    Attributes:
+        device_s: Seconds after which a branch leaves the device.
+        host_s: Seconds after which a block leaves host memory, for the pool where there is one.
+        pool_s: Seconds after which the pool forgets a block.
+        disk_s: Seconds after which a session that is not open sinks from the disk to the lake.
+    """
+
+    device_s: float = math.inf
+    host_s: float = math.inf
+    pool_s: float = 6 * 3600.0
+    disk_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        """Refuse times that cannot be.
+
+        Raises:
+            InvalidInputError: A time is not above 0.
+        """
+        for name in ("device_s", "host_s", "pool_s", "disk_s"):
+            value = getattr(self, name)
+            _require(value > 0, f"residency.{name}", value, "more than 0 seconds")
+
+    @classmethod
+    def of(cls, pyramid: "Sequence[Resident]") -> "Residency":
+        """Return the residencies of a pyramid of five tiers, such as `agentmem.micron_pyramid()`: the longest of each.
+
+        Raises:
+            InvalidInputError: It has not five tiers.
+        """
+        _require(len(pyramid) == 5, "residency", len(pyramid), "of a pyramid of five tiers")
+        device, host, pool, disk = (tier.residency_s[1] for tier in pyramid[:4])
+        return cls(device_s=device, host_s=host, pool_s=pool, disk_s=disk)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +95,13 @@ class Config:
         num_threads: Threads that decode and encode when the caller waits for them.
         lease_s: Seconds after which other processes may take over the sessions of one that no longer runs its threads,
             as when it was stopped. Those of one that died are free at once.
+        pool: URL of the pool, tier 3, a server that speaks the Redis protocol: "redis://host:6379/0" (docs/tiers.md).
+            It may hold a password, which is never printed. None: no pool.
+        lake: URL of the lake, tier 5, as "s3://bucket/prefix", or path of a directory (docs/lake.md); credentials come
+            from the environment of the service. None: no lake.
+        residency: How long KV that nobody touches stays in each tier. By default it stays until a budget is short.
+        metrics: "HOST:PORT" at which the store's numbers are served over HTTP while it is open, for Prometheus and
+            `agentmem top` (docs/observability.md); port 0 takes any that is free. None: nothing is served.
         disk_reserve_nbytes: Free bytes of the file system that writes never touch, so that deletes always can run.
     """
 
@@ -49,6 +117,10 @@ class Config:
     gc_grace_s: float = 24 * 3600.0
     num_threads: int = 2
     lease_s: float = 60.0
+    pool: str | None = field(default=None, repr=False)
+    lake: str | None = None
+    residency: Residency = Residency()
+    metrics: str | None = None
     disk_reserve_nbytes: int = 64 * MIB
 
     def __post_init__(self) -> None:
@@ -67,12 +139,13 @@ class Config:
         _require(self.disk_reserve_nbytes >= 0, "disk_reserve_nbytes", self.disk_reserve_nbytes, "0 or more")
         disk = self.disk_budget_nbytes
         _require(disk is None or disk >= MIB, "disk_budget_nbytes", disk, "1 MiB or more, or None for no limit")
+        scheme = None if self.pool is None else self.pool.partition("://")[0] if "://" in self.pool else "no URL"
+        _require(scheme in {None, "redis", "rediss", "unix"}, "pool", scheme, "a redis://, rediss:// or unix:// URL")
+        is_place = self.lake is None or "://" in self.lake or self.lake.startswith(("/", "."))
+        _require(is_place, "lake", self.lake, "a URL, as s3://bucket/prefix, or a path that begins with '/' or '.'")
+        is_address = self.metrics is None or _is_address(self.metrics)
+        _require(is_address, "metrics", self.metrics, "HOST:PORT, as 127.0.0.1:9464; port 0 takes any that is free")
         if self.encryption_key is not None:
             check_key(self.encryption_key)
         budget = self.device_budget_nbytes
         _require(budget is None or budget > 0, "device_budget_nbytes", budget, "more than 0, or None for no limit")
-
-
-def _require(is_right: bool, name: str, found: object, wanted: str) -> None:
-    if not is_right:
-        raise InvalidInputError(f"Config.{name} must be {wanted}; found {found!r}")

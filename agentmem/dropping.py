@@ -11,7 +11,7 @@ from agentmem._lmdb import ReadTransaction, Table, WriteTransaction
 from agentmem.errors import CorruptionError, InvalidInputError
 from agentmem.ids import CheckpointId, new_checkpoint_id
 from agentmem.kv.hashing import pack_tokens
-from agentmem.tiers.blockindex import read_info
+from agentmem.tiers.blockrows import read_info
 from agentmem.tree.catalog import Catalog
 from agentmem.tree.checkpoint import BranchRecord, Checkpoint, Move, SessionRecord
 

@@ -21,7 +21,7 @@ from agentmem.marks import Mark, MarkKind, Marks, media_start
 from agentmem.operation import Operation
 from agentmem.reasons import Reason
 from agentmem.state import BranchState
-from agentmem.tiers.blockstore import Loaded
+from agentmem.tiers.blocks import Loaded
 from agentmem.tree.fields import copy_extras
 
 MODES = ("splice", "exact")

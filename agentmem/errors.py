@@ -107,3 +107,9 @@ class SessionLeasedError(AgentMemError, OSError):
     """Another handle or process writes to the session; the message names it, and says since when."""
 
     reason = Reason.SESSION_LEASED
+
+
+class TierUnavailableError(AgentMemError, OSError):
+    """The server of a lower tier does not answer, or too slowly, or failed so often that it is left alone for now."""
+
+    reason = Reason.TIER_UNAVAILABLE

@@ -13,6 +13,7 @@ from agentmem.errors import InvalidInputError, StaleCacheError
 from agentmem.kv.spec import KVSpec
 from agentmem.marks import Mark, Marks
 from agentmem.tiers.device import Workspace
+from agentmem.tiers.layerstream import LayerStream
 from agentmem.tiers.runs import Cursor, Storage
 from agentmem.tiers.states import LayerState
 from agentmem.tree.trail import Trail
@@ -31,6 +32,7 @@ class FedBranch(Protocol):
     num_rewinds: int
     live: LayerState | None
     root: LayerState | None
+    stream: LayerStream | None
 
     @property
     def spec(self) -> KVSpec:
@@ -81,6 +83,10 @@ class FedBranch(Protocol):
 
     def unfeed(self, num_tokens: int) -> None:
         """Take the last tokens back."""
+        ...
+
+    def settle_stream(self) -> None:
+        """Wait until KV that is on its way is there, and verified."""
         ...
 
     def go_back(self) -> None:
@@ -146,6 +152,8 @@ class BranchFeed:
         num_kept = min(max(branch.num_kv - self.position, 0), len(tokens))
         self._num_new = len(tokens) - num_kept
         workspace.begin(branch.cursor, self._num_new)
+        if branch.stream is not None:
+            branch.stream.check_place(workspace.storage)
         self._tokens = list(tokens)
         self._room = None  # of a pass that was interrupted
         self._room = branch.claim_state()
@@ -154,6 +162,7 @@ class BranchFeed:
             num_kept=num_kept,
             states=self._states(),
             root=None if branch.root is None else branch.tensors(branch.root),
+            wait=None if branch.stream is None else branch.stream.wait,
         )
 
     def keep_root(self, root: list[Tensor]) -> None:
@@ -168,6 +177,7 @@ class BranchFeed:
             self._branch.count_fed(1)
             return
         branch = self._branch
+        branch.settle_stream()  # nothing of the pass is kept before all that it has read was verified
         state = branch.hold(len(self._tokens), states, room)
         if self._num_new:
             branch.workspace.commit(branch.cursor, self._num_new)

@@ -13,7 +13,7 @@ from agentmem._lmdb import Environment, Level, ReadTransaction, Table, WriteTran
 from agentmem.errors import CorruptionError
 from agentmem.ids import BlockDigest, SessionId, short
 from agentmem.leases import require_free
-from agentmem.tiers.blockindex import read_info
+from agentmem.tiers.blockrows import read_info
 from agentmem.tiers.disk import DiskTier
 from agentmem.tree import nodes, pins, rows
 from agentmem.tree.catalog import Catalog

@@ -18,7 +18,7 @@ from agentmem._lmdb import Environment, Level, ReadTransaction, Table, WriteTran
 from agentmem.errors import CorruptionError
 from agentmem.ids import BlockDigest, CheckpointId, SessionId
 from agentmem.leases import leased_by_others
-from agentmem.tiers.blockindex import BlockInfo
+from agentmem.tiers.blockrows import BlockInfo
 from agentmem.tiers.disk import DiskTier
 from agentmem.tree import nodes, refs, rows, tails
 from agentmem.tree.catalog import Catalog

@@ -15,6 +15,7 @@ from agentmem.errors import AgentMemError, CorruptionError, InvalidInputError, N
 from agentmem.explain.live import LiveLibrary
 from agentmem.ids import CheckpointId, new_checkpoint_id
 from agentmem.kv.hashing import pack_tokens
+from agentmem.kv.record import Record
 from agentmem.leases import Lease
 from agentmem.marks import marks_between
 from agentmem.naming import Naming
@@ -235,31 +236,33 @@ class Ledger:
     def _write_with_kv(self, entry: BranchEntry, fresh: Checkpoint | None) -> list[Checkpoint]:
         """Write `fresh`, the branch's next tip, and the checkpoints up to it that lack KV, with theirs; return them.
 
-        Blocks that gc of another process took meanwhile are saved again, or left out.
+        Blocks that gc of another process took meanwhile are saved again with them, or left out.
         """
-        num_left = _NUM_TRIES
+        num_left, again = _NUM_TRIES, list[Record]()
         while True:
             num_left -= 1
             named = self._naming.name(entry, fresh)
             try:
                 if named.records:
-                    self._write_durably(named.records, None if fresh is None else entry)
+                    self._write_durably(named.records, None if fresh is None else entry, again)
                 break
             except NotFoundError:
                 self._naming.raise_failures(named, entry)
                 if not num_left:
                     raise
-                self._naming.resave(entry)
+                again = self._naming.unnamed(entry)
         for record in named.records if fresh is None else named.records[:-1]:
             self.tree.add(record)
         return named.records
 
-    def _write_durably(self, checkpoints: list[Checkpoint], entry: BranchEntry | None) -> None:
-        """Write checkpoints, and the branch that the last one is the new tip of, all or none."""
+    def _write_durably(self, checkpoints: list[Checkpoint], entry: BranchEntry | None, again: Sequence[Record]) -> None:
+        """Write checkpoints, the branch that the last one is the new tip of, and records `again`, all or none."""
         session_id = self.record.session_id
+        store, nbytes = self._runtime.blocks.disk.prepare(again)
 
         def operation(txn: WriteTransaction) -> None:
             self.lease.require(txn)
+            store(txn)
             for checkpoint in checkpoints:
                 self._put(txn, checkpoint)
             if entry is not None:
@@ -268,7 +271,7 @@ class Ledger:
                 self._catalog.put_branch(txn, session_id, record, entry.state.tokens, tip.num_tokens)
                 self._catalog.record_move(txn, session_id, self.move(entry, "checkpoint", entry.tip, tip.checkpoint_id))
 
-        self._environment.submit(operation, level=Level.DURABLE).result()
+        self._environment.submit(operation, level=Level.DURABLE, nbytes=nbytes).result()
 
     def _queue(self, operation: Callable[[WriteTransaction], None]) -> None:
         """Queue an operation, of which nothing happens once the lease was lost: the session's next verb says so."""

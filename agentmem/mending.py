@@ -15,7 +15,7 @@ from agentmem._lmdb import Environment, ReadTransaction, Table, WriteTransaction
 from agentmem._lmdb.salvage import Salvage
 from agentmem.errors import AgentMemError, CorruptionError
 from agentmem.ids import BlockDigest, CheckpointId, Fingerprint, SessionId, short
-from agentmem.tiers.blockindex import BlockInfo, count_blocks
+from agentmem.tiers.blockrows import BlockInfo, count_blocks
 from agentmem.tiers.chunks import chunk_keys
 from agentmem.tiers.disk import DiskTier
 from agentmem.tree import nodes, pins, refs, rows, tails
@@ -78,7 +78,7 @@ def mend(environment: Environment, catalog: Catalog, disk: DiskTier, *, found: S
 def _unreadable(environment: Environment, disk: DiskTier) -> Iterator[BlockDigest]:
     """Yield the blocks whose stored bytes are not what was written."""
     with environment.read() as txn:
-        digests = [digest for digest, info in disk.iter_index(txn) if isinstance(info, BlockInfo)]
+        digests = [digest for digest, info in disk.iter_index(txn) if isinstance(info, BlockInfo) and not info.is_below]
     for digest in digests:
         try:
             disk.load_record(digest)

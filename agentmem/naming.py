@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 from agentmem.checkpoints import BranchEntry, Checkpoints
 from agentmem.ids import CheckpointId
+from agentmem.kv.record import Record
 from agentmem.resaving import Resaving
 from agentmem.runtime import Runtime
 from agentmem.state import BranchState
-from agentmem.tiers.blockstore import SealedBlock
+from agentmem.tiers.blocks import SealedBlock
 from agentmem.tiers.states import LayerState
 from agentmem.tree.checkpoint import BlockRef, Checkpoint, StateRef
 from agentmem.tree.tree import SessionTree
@@ -55,14 +56,15 @@ class Naming:
         for state in entry.state.points:
             self._runtime.states.raise_failure(state)
 
-    def resave(self, entry: BranchEntry) -> None:
-        """Save again what gc of another process took before it was named (see `Resaving`)."""
+    def unnamed(self, entry: BranchEntry) -> list[Record]:
+        """Return what gc of another process may take, or has taken, before it is named (see `Resaving`)."""
         resaving = Resaving(self._runtime)
         for checkpoint in self._without_kv(entry.tip):
             state = self._states.state_of(checkpoint.checkpoint_id)
             state.adopt_cursor(entry.state)
-            resaving.resave(state)
-        resaving.resave(entry.state)
+            resaving.collect(state)
+        resaving.collect(entry.state)
+        return list(resaving.records.values())
 
     def _parent(self, named: Named, checkpoint: Checkpoint) -> Checkpoint | None:
         if named.records or checkpoint.parent_id is None:

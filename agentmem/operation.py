@@ -7,7 +7,7 @@ from typing import Protocol
 from agentmem.marks import Marks, num_spliced
 from agentmem.reasons import Reason
 from agentmem.stats import ReuseReport
-from agentmem.tiers.blockstore import Loaded
+from agentmem.tiers.blocks import Loaded
 from agentmem.tree.trail import Trail
 
 
@@ -105,6 +105,7 @@ class Operation:
             num_equivalent=sum(loaded.num_equivalent for loaded in self._loads),
             num_approximate=num_spliced(branch.marks, branch.num_computed),
             reason=branch.loss,
+            choice=next((loaded.choice for loaded in self._loads if loaded.choice is not None), None),
             elapsed_s=time.perf_counter() - self._started,
         )
         if is_lost and branch.num_computed >= branch.lost_stop:

@@ -18,8 +18,9 @@ from agentmem.reasons import Reason
 from agentmem.revertible import Revertible
 from agentmem.runtime import Runtime
 from agentmem.stats import ReuseReport
-from agentmem.tiers.blockstore import SealedBlock
+from agentmem.tiers.blocks import SealedBlock
 from agentmem.tiers.device import Workspace
+from agentmem.tiers.layerstream import LayerStream
 from agentmem.tiers.runs import Cursor, Storage
 from agentmem.tiers.states import LayerState
 from agentmem.tree.trail import Trail
@@ -48,6 +49,7 @@ class Prefix(Revertible):
         before: The layer state one pass earlier, so that the last pass can be taken back.
         borders: Positions, still to be computed, after which the layer state is to be kept.
         root: KV of the encoder's output; None for a model without an encoder, and before it has run.
+        stream: What loads KV of the branch layer by layer while the model reads it; None when nothing is under way.
         regime: The rotary regime that the KV is in; b"" for models that have one only.
         foreseen: Tokens that the regime was chosen for, when the running operation began.
         cursor: Where the KV is on the device.
@@ -73,6 +75,7 @@ class Prefix(Revertible):
         self.before: LayerState | None = None
         self.borders: tuple[int, ...] = ()
         self.root: LayerState | None = None
+        self.stream: LayerStream | None = None
         self.regime = runtime.adapter.regime(0)
         self.foreseen = 0
         self.cursor = Cursor(None, 0)

@@ -15,7 +15,7 @@ from agentmem.errors import AgentMemError, CorruptionError, InvalidInputError
 from agentmem.ids import BlockDigest, CheckpointId, SessionId, short
 from agentmem.leases import leased_by_others, require_free
 from agentmem.retention import Change, Plan, Retention, make_plan
-from agentmem.tiers.blockindex import BlockInfo, read_info
+from agentmem.tiers.blockrows import BlockInfo, read_info
 from agentmem.tiers.disk import DiskTier
 from agentmem.tree import nodes, pins, refs, rows
 from agentmem.tree.catalog import Catalog

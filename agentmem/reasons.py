@@ -23,6 +23,8 @@ class Reason(StrEnum):
     """The KV had not reached the disk when its process ended; the tokens had."""
     NO_STATE = "no-state"
     """The layer state at this point is not kept; the tokens after the nearest earlier one are computed again."""
+    FASTER = "faster"
+    """Computing the KV again took less time than loading it would have."""
     REGIME = "regime"
     """The model rotates all its keys in another way at this length, so that none of the KV fits."""
     PENDING = "pending"
@@ -136,6 +138,8 @@ class Reason(StrEnum):
     """The branch moved on after its cache object was given out."""
     ENCRYPTION = "encryption"
     """The key of an encrypted store is missing or another one, or the store is not encrypted."""
+    TIER_UNAVAILABLE = "tier-unavailable"
+    """The server of a pool or lake does not answer, or too slowly; what it holds is computed again, or asked later."""
     SYSTEM_ERROR = "system-error"
     """The operating system refused."""
     INTERNAL = "internal"
@@ -152,6 +156,8 @@ LOSSES = frozenset(
         Reason.NOT_SAVED,
         Reason.NO_STATE,
         Reason.REGIME,
+        Reason.FASTER,
+        Reason.TIER_UNAVAILABLE,
     }
 )
 """Why KV that once existed is computed again: what `ReuseReport.reason` and the `..._lost_...` counters say."""
@@ -223,6 +229,7 @@ REFUSALS = frozenset(
         Reason.CLOSED,
         Reason.STALE_CACHE,
         Reason.ENCRYPTION,
+        Reason.TIER_UNAVAILABLE,
         Reason.SYSTEM_ERROR,
         Reason.INTERNAL,
         Reason.INTERRUPTED,

@@ -1,7 +1,7 @@
 """What a checkpoint is about to name, and gc of another process took because nobody had named it yet.
 
-It is saved again from the device or the host tier; KV that is in neither is forgotten, and computed again from the
-tokens when it is next needed. Knows nothing of records and transactions.
+It is made ready to be stored in the very transaction that names it, from the device, the host tier or the disk; KV that
+is in none of them is forgotten, and computed again from the tokens when it is next needed.
 """
 
 import logging
@@ -9,12 +9,14 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from agentmem.errors import CorruptionError, NotFoundError
 from agentmem.ids import BlockDigest, BlockHash, short
 from agentmem.kv import record as record_format
+from agentmem.kv.record import Record
 from agentmem.reasons import Reason
 from agentmem.restoring import Restoring
 from agentmem.runtime import Runtime
-from agentmem.tiers.blockstore import SealedBlock
+from agentmem.tiers.blocks import SealedBlock
 from agentmem.tiers.device import empty_sections
 from agentmem.tiers.states import LayerState
 
@@ -22,21 +24,22 @@ logger = logging.getLogger(__name__)
 
 
 class Resaving:
-    """Saves again what a state has and the disk lacks. It looks at one state after the other, each once."""
+    """Collects what a state has and nobody has named yet. It looks at one state after the other, each once.
+
+    Attributes:
+        records: What is to be stored in the transaction that names it: also what is on disk now, for others may take it
+            before.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         """Work on the tiers of `runtime`."""
+        self.records: dict[BlockDigest, Record] = {}
         self._runtime = runtime
 
-    def resave(self, state: Restoring) -> None:
-        """Make what the state says of its KV true again.
-
-        Raises:
-            StorageFullError: The disk has no room.
-            ReadOnlyError: The store cannot be written.
-        """
+    def collect(self, state: Restoring) -> None:
+        """Add what the state alone knows of its KV; what cannot be had any more is forgotten by the state too."""
         for block in state.saved_blocks():
-            if self._is_gone(block.digest) and not self._save_block(state, block):
+            if self._is_unnamed(block.digest) and not self._take_block(state, block):
                 logger.warning(
                     "branch %s: KV from token %d on was removed before a checkpoint named it (%s)",
                     state.name,
@@ -48,49 +51,59 @@ class Resaving:
                 state.loss, state.lost_stop = Reason.MISSING, max(state.lost_stop, stop)
                 break
         for layer_state in state.saved_states():
-            if any(self._is_gone(digest) for digest in layer_state.digests or ()):
-                self._save_state(layer_state)
-        self._save_media(state)
+            if any(self._is_unnamed(digest) for digest in layer_state.digests or ()):
+                self._take_state(layer_state)
+        self._take_media(state)
 
-    def _is_gone(self, digest: BlockDigest | None) -> bool:
-        return digest is not None and not self._runtime.blocks.disk.contains(digest)
+    def _is_unnamed(self, digest: BlockDigest | None) -> bool:
+        is_collected = digest is None or digest in self.records
+        return not is_collected and not self._runtime.blocks.disk.is_named(BlockDigest(digest or b""))
 
-    def _save_block(self, state: Restoring, block: SealedBlock) -> bool:
-        """Store a block again; False when its KV is in no tier."""
+    def _take_block(self, state: Restoring, block: SealedBlock) -> bool:
+        """Collect a block; False when its KV is in no tier."""
         if block.source is not None:
             return True  # its own saving is not over
-        sections: list[Tensor] | None = None
         if block.stop <= state.cursor.length:
             sections = empty_sections(state.spec, block.num_tokens)
             state.workspace.gather(state.cursor, block.start, block.stop, sections)
-        elif block.digest is not None:
-            sections = self._runtime.blocks.host.fetch(block.digest)
+            self._take(sections, block.block_hash, block.start, block.num_tokens)
+            return True
+        return block.digest is None or self._take_stored(block.digest, block.block_hash, block.start, block.num_tokens)
+
+    def _take_stored(self, digest: BlockDigest, block_hash: BlockHash, start: int, num_tokens: int | None) -> bool:
+        """Collect what the host tier has, or else the disk; False when neither has it."""
+        sections = self._runtime.blocks.host.fetch(digest)
         if sections is not None:
-            self._store(sections, block.block_hash, block.start, block.num_tokens)
-        return sections is not None
+            self._take(sections, block_hash, start, num_tokens)
+            return True
+        try:
+            data = self._runtime.blocks.disk.load_record(digest)
+        except (NotFoundError, CorruptionError):
+            return False
+        self.records[digest] = Record.of(record_format.read_meta(data), data)
+        return True
 
-    def _save_state(self, layer_state: LayerState) -> None:
+    def _take_state(self, layer_state: LayerState) -> None:
         states = self._runtime.states
-        logger.info("the layer state after %d tokens is saved again", layer_state.position)
-        if layer_state.tensors is None:
+        if layer_state.tensors is not None:
+            packed = states.pack(layer_state)
+            layer_state.digests = tuple(record.digest for record in packed)
+            self.records.update((record.digest, record) for record in packed)
+        elif not all(
+            self._take_stored(digest, layer_state.name or BlockHash(b""), layer_state.position, None)
+            for digest in layer_state.digests or ()
+        ):
             states.forget(layer_state)  # the model goes on from an earlier one
-            return
-        layer_state.digests = None
-        states.save(layer_state)
-        for stored in layer_state.stored:
-            stored.result()
 
-    def _save_media(self, state: Restoring) -> None:
+    def _take_media(self, state: Restoring) -> None:
         for mark in state.marks:
-            if mark.payload is None or not self._is_gone(mark.payload):
+            if mark.payload is None or not self._is_unnamed(mark.payload):
                 continue
-            sections = self._runtime.blocks.host.fetch(mark.payload)
-            if sections is None:
+            name = self._runtime.identity.media_name(mark.digest)
+            if not self._take_stored(mark.payload, name, 0, None):
                 logger.error("branch %s: the input at token %d is in no tier any more", state.name, mark.start)
-            else:
-                self._store(sections, self._runtime.identity.media_name(mark.digest), 0, None)
 
-    def _store(self, sections: Iterable[Tensor], block_hash: BlockHash, start: int, num_tokens: int | None) -> None:
+    def _take(self, sections: Iterable[Tensor], block_hash: BlockHash, start: int, num_tokens: int | None) -> None:
         record = record_format.pack(
             list(sections),
             block_hash=block_hash,
@@ -101,4 +114,4 @@ class Resaving:
         )
         logger.info("block %s is saved again", short(record.digest))
         self._runtime.counters.add("blocks_saved_again")
-        self._runtime.blocks.disk.store([record]).result()
+        self.records[record.digest] = record

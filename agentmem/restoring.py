@@ -3,6 +3,7 @@
 Nothing here runs the model: what cannot be had becomes pending, and the reason is noted.
 """
 
+from abc import abstractmethod
 from collections.abc import Collection, Sequence
 
 from agentmem.errors import CorruptionError, NotFoundError, ReadOnlyError, SpecMismatchError, StorageFullError
@@ -10,7 +11,7 @@ from agentmem.ids import BlockDigest, BlockHash
 from agentmem.marks import MarkKind, media_start, without_splices
 from agentmem.prefix import Prefix
 from agentmem.reasons import Reason
-from agentmem.tiers.blockstore import Loaded, SealedBlock, Want
+from agentmem.tiers.blocks import Loaded, SealedBlock, Want
 from agentmem.tiers.states import LayerState
 from agentmem.tree.checkpoint import Checkpoint
 
@@ -21,18 +22,22 @@ _DAMAGED = (CorruptionError, SpecMismatchError)
 class Restoring(Prefix):
     """A prefix that can be brought onto the device."""
 
-    def restore(self, *, is_next: bool = True) -> Loaded:
+    def restore(self, *, is_next: bool = True, num_next: int = 0) -> Loaded:
         """Bring the branch's KV and layer state onto the device: only what is not there already.
 
         What cannot be had is not computed here: it becomes pending, and `loss` says why.
 
         Args:
             is_next: Whether the model goes on with this branch alone: its KV goes to where such passes read it.
+            num_next: Tokens that the model is fed right afterwards: KV may still be on its way when it begins (see
+                `stream`), and whoever feeds it must be ready for `LoadFailed`. 0: everything is there on return.
         """
         have = self.cursor.length
+        if have:
+            self._runtime.counters.add("tokens_on_device", have)
         loaded = Loaded(from_tier={"device": have} if have else {})
         if have < self.num_kv:
-            loaded = self._load(self._missing(have), self.num_kv - have)
+            loaded = self._bring(self._missing(have), self.num_kv - have, num_next)
             if have:
                 loaded.from_tier["device"] = have
             if self.cursor.length < self.num_kv:
@@ -101,6 +106,12 @@ class Restoring(Prefix):
         if stop <= start:
             return loaded
         wanted = [(block, max(block.start, start), min(block.stop, stop)) for block in self._covering(found, stop)]
+        num_worth = self._num_worth(wanted)
+        if num_worth < len(wanted):
+            wanted = [] if self.spec.states else wanted[:num_worth]
+            stop = wanted[-1][2] if wanted else start
+        if not wanted:
+            return loaded
         loaded = self._load(wanted, stop - start)
         self._take_reused(loaded, start, stop)
         if state is not None and self.num_kv == stop:
@@ -160,19 +171,18 @@ class Restoring(Prefix):
             blocks.append(self.tail)
         return [(block, max(block.start, have), min(block.stop, self.num_kv)) for block in blocks]
 
+    @abstractmethod
+    def _bring(self, wanted: list[tuple[SealedBlock, int, int]], num_tokens: int, num_next: int) -> Loaded:
+        """Bring blocks right after the cursor onto the device, in the way that is fastest."""
+
+    @abstractmethod
+    def _num_worth(self, wanted: list[tuple[SealedBlock, int, int]]) -> int:
+        """Return how many of the first blocks are loaded sooner than they are computed."""
+
     def _load(self, wanted: list[tuple[SealedBlock, int, int]], num_tokens: int) -> Loaded:
         """Load blocks right after the cursor and move it over what is good."""
         first = self._workspace.begin(self.cursor, num_tokens)
-        wants = [
-            Want(
-                block=block,
-                out=self._workspace.slots(start, stop),
-                num_tokens=stop - start,
-                skip=start - block.start,
-                order=self._workspace.order,
-            )
-            for block, start, stop in wanted
-        ]
+        wants = [self._want(block, start, stop) for block, start, stop in wanted]
         self._workspace.order.note()
         loaded = self._runtime.blocks.load(wants)
         self._workspace.order.follow()
@@ -184,6 +194,16 @@ class Restoring(Prefix):
             self._runtime.counters.add("tokens_restored", stop - first)
             self._adopt_equivalent(loaded.blocks)
         return loaded
+
+    def _want(self, block: SealedBlock, start: int, stop: int) -> Want:
+        """Say where the tokens [start, stop) of a block go."""
+        return Want(
+            block=block,
+            out=self._workspace.slots(start, stop),
+            num_tokens=stop - start,
+            skip=start - block.start,
+            order=self._workspace.order,
+        )
 
     def _adopt_equivalent(self, loaded: list[SealedBlock]) -> None:
         """Take equivalent blocks in the place of those that were gone."""

@@ -4,7 +4,7 @@ An error, or Ctrl-C, may come between any two of the steps that change a branch.
 the branch is whole, and whoever fails goes back to the last one, in a single step.
 """
 
-from agentmem.tiers.blockstore import SealedBlock
+from agentmem.tiers.blocks import SealedBlock
 from agentmem.tiers.runs import Cursor
 from agentmem.tree.trail import Trail
 

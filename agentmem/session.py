@@ -1,7 +1,6 @@
 """A session: the branches of one agent's work, one of them active."""
 
 import contextlib
-import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TypeVar
@@ -26,20 +25,20 @@ from agentmem.entries import (
 )
 from agentmem.errors import AlreadyExistsError, ClosedError, InvalidInputError
 from agentmem.explain.live import LiveLibrary
+from agentmem.hinting import Hinting, Key
 from agentmem.ledger import Ledger
 from agentmem.presence import present, taken_if_free
 from agentmem.stats import ReuseReport
+from agentmem.tiers.hints import Hints
 from agentmem.tiers.policy import Candidate
 from agentmem.tree.checkpoint import Checkpoint, check_name
 from agentmem.tree.render import render
 from agentmem.verbs import Verbs
 
-logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
 
-class Session(Verbs):
+class Session(Hinting, Verbs):
     """All branches of one agent's work. Verbs act on the active branch, or on `branch=`.
 
     One thread at a time works on a session: others wait. Several sessions may be used from several threads.
@@ -54,8 +53,8 @@ class Session(Verbs):
         check_open: Callable[[], None],
         follow_model: Callable[[], None],
         give_back: Callable[[Ledger], None],
-        tick: Callable[[], int],
         crowd: Crowd,
+        hints: Hints[Key],
     ) -> None:
         """Serve the stored branches `entries`; made by the store.
 
@@ -66,8 +65,8 @@ class Session(Verbs):
             check_open: Raises when the store cannot be used any more.
             follow_model: Saves and rebuilds all sessions when the model is another one than when it was last used.
             give_back: Lets others write to the session.
-            tick: Gives a number that grows with each use, over all sessions.
             crowd: Who works on the device at the same time.
+            hints: What is known of the next use of every branch.
         """
         self.ledger = ledger
         self.adapter = adapter
@@ -80,9 +79,8 @@ class Session(Verbs):
         self._check_open = check_open
         self._follow_model = follow_model
         self._give_back = give_back
-        self._tick = tick
         self._crowd = crowd
-        self._last_used: dict[str, int] = {}
+        self._hints = hints
         self._uses: dict[object, Collection[BranchEntry]] = {}  # the branches that running operations need
         self._lock = threading.RLock()
         self._workers: dict[object, int] = {}  # the thread that holds the lock, once for each time
@@ -96,8 +94,6 @@ class Session(Verbs):
 
     def __exit__(self, *_error: object) -> None:
         self.close()
-
-    # -- what there is
 
     @property
     def name(self) -> str:
@@ -160,8 +156,6 @@ class Session(Verbs):
         notes = {entry.name: note_of(entry) for entry in self._entries.values()}
         return render(self.ledger.tree, title=self.name, branches=records, active=self._active, notes=notes)
 
-    # -- verbs of the tree
-
     def fork(self, name: str, *, at: Checkpoint | str | None = None, branch: str | None = None) -> Branch:
         """Make a branch at a checkpoint, or where a branch stands now. Microseconds; no KV is copied.
 
@@ -178,11 +172,13 @@ class Session(Verbs):
         """
         if at is not None and branch is not None:
             raise InvalidInputError("fork takes at= (a checkpoint) or branch= (where it stands now), not both")
-        return self.add(
-            name,
-            "fork",
-            lambda: self._fork_here(name, branch) if at is None else fork_entry(self.ledger, name, self.resolve(at)),
-        )
+
+        def make() -> BranchEntry:
+            if at is None:
+                return fork_here(self.ledger, name, self.entry_of(branch))
+            return fork_entry(self.ledger, name, self.resolve(at))
+
+        return self.add(name, "fork", make)
 
     def add(self, name: str, operation: str, make: Callable[[], BranchEntry]) -> Branch:
         """Enter the branch that `make` returns, unless its name is taken; `operation` is what the reflog says."""
@@ -191,14 +187,15 @@ class Session(Verbs):
             if name in self._entries or name in self.ledger.damaged:
                 raise AlreadyExistsError(f"session {self.name!r} has a branch {name!r} already; choose another name")
             entry = self._entries[name] = make()
-            self._last_used[name] = self._tick()
+            self._hints.touch((self.name, name))
             self.ledger.write_branch(entry, self.ledger.move(entry, operation, None, entry.tip))
             return Branch(self, entry)
 
-    def switch(self, name: str) -> Branch:
+    def switch(self, name: str, *, lazy: bool = False) -> Branch:
         """Make a branch the active one and bring its KV onto the device: only what is not there already.
 
-        What cannot be had is reported, and computed when it is next needed.
+        What cannot be had is reported, and computed when it is next needed. With `lazy` the KV stays where it is until
+        a verb needs it: a forward pass over new tokens begins when the first layers have come.
 
         Raises:
             NotFoundError: The session has no such branch.
@@ -206,7 +203,8 @@ class Session(Verbs):
         """
         entry = self._entry(name)
         with self.using(entry):
-            self.with_room(lambda: entry.state.make_hot("switch"))
+            if not lazy:
+                self.with_room(lambda: entry.state.make_hot("switch"))
             self.ledger.states.note_progress(entry)
         with self._guarded():
             if name != self._active:
@@ -236,11 +234,9 @@ class Session(Verbs):
                 self.ledger.mark(entry)
             self.ledger.remove_branch(entry)
             del self._entries[name]
-            self._last_used.pop(name, None)
+            self._hints.forget((self.name, name))
             entry.state.cool()
             self.ledger.states.forget_all_but(self._entries.values())
-
-    # -- saving
 
     def flush(self) -> None:
         """Queue the records of all branches, metadata included. `Store.flush` waits for them."""
@@ -292,8 +288,8 @@ class Session(Verbs):
         return [
             Candidate(
                 key=(self, entry.name),
-                last_used=self._last_used.get(entry.name, 0),
                 is_pinned=self._is_needed(entry) or (is_current and entry.name == self._active),
+                priority=self._hints.priority((self.name, entry.name)),
             )
             for entry in list(self._entries.values())
             if entry.state.cursor.length
@@ -325,29 +321,23 @@ class Session(Verbs):
         return len(self._uses) > 0
 
     @contextlib.contextmanager
-    def using(self, entry: BranchEntry, *, is_computing: bool = True) -> Iterator[None]:
-        """Keep other threads out and the branch on the device, while an operation runs.
-
-        It follows the model before, unless it neither computes nor looks for KV.
-        """
-        if self._is_working:  # inside another operation, where it would be too late to follow
-            self.ledger.require_same_model()
-        elif is_computing:
-            self._follow_model()
-        with self._crowd.taken(self._lock), self._guarded(), present(self._uses, [entry]):
+    def using(self, entry: BranchEntry) -> Iterator[None]:
+        """Keep other threads out and the branch on the device, while an operation runs."""
+        with self.batching([entry]):
             if self._entries.get(entry.name) is not entry:
                 raise ClosedError(
                     f"branch {entry.name!r} was dropped from session {self.name!r}; this handle is of no use"
                 )
-            self._last_used[entry.name] = self._tick()
+            self._hints.use((self.name, entry.name))
             self.ledger.states.warm_up(entry)
             yield
 
     @contextlib.contextmanager
     def batching(self, entries: Collection[BranchEntry]) -> Iterator[None]:
         """Keep other threads out, and `entries` on the device, while a batch of them runs; it may change them."""
-        if not self._is_working:
-            self._follow_model()
+        (
+            self.ledger.require_same_model if self._is_working else self._follow_model
+        )()  # within a verb: too late to follow
         with self._crowd.taken(self._lock), self._guarded(), present(self._uses, entries):
             yield
 
@@ -357,10 +347,10 @@ class Session(Verbs):
 
     def library(self, entry: BranchEntry) -> LiveLibrary:
         """Return the store as it stands, for explaining what a prompt would reuse: `entry` is compared first."""
-        recent = sorted(self._entries.values(), key=lambda each: self._last_used.get(each.name, 0), reverse=True)
+        recent = sorted(
+            self._entries.values(), key=lambda each: self._hints.used_s((self.name, each.name)), reverse=True
+        )
         return self.ledger.library([entry, *(each for each in recent if each is not entry)])
-
-    # -- inside
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -368,15 +358,18 @@ class Session(Verbs):
         with self._lock:
             try:
                 self._workers[key] = threading.get_ident()  # as `present` does, which costs a microsecond
-                self._check_open()
-                if self._is_closed:
-                    raise ClosedError(f"session {self.name!r} is closed; resume it from the store")
-                self.ledger.lease.check()
-                if not self.ledger.is_current:
-                    rebuild_entries(self.ledger, list(self._entries.values()))
+                self._check_current()
                 yield
             finally:
                 self._workers.pop(key, None)
+
+    def _check_current(self) -> None:
+        self._check_open()
+        if self._is_closed:
+            raise ClosedError(f"session {self.name!r} is closed; resume it from the store")
+        self.ledger.lease.check()
+        if not self.ledger.is_current:
+            rebuild_entries(self.ledger, list(self._entries.values()))
 
     @property
     def _is_working(self) -> bool:
@@ -398,9 +391,10 @@ class Session(Verbs):
         name = branch if isinstance(branch, str) else branch.name
         return Member(name, self, self._entry(name))
 
+    def entry_of(self, branch: str | None) -> BranchEntry:
+        """Return what is known of a branch; of the active one for None."""
+        return self._entry(self._active if branch is None else branch)
+
     def chosen(self, name: str | None) -> Branch:
         """Return the branch called `name`; the active one for None."""
         return self.branch(self._active if name is None else name)
-
-    def _fork_here(self, name: str, branch: str | None) -> BranchEntry:
-        return fork_here(self.ledger, name, self._entry(self._active if branch is None else branch))

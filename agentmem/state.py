@@ -5,6 +5,7 @@ compute it again. It knows nothing of names, records and transactions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,14 +14,21 @@ from agentmem.errors import InvalidInputError
 from agentmem.feed import BranchFeed
 from agentmem.marks import Mark, MarkKind, Marks, media_start
 from agentmem.operation import Operation
+from agentmem.racing import PREFILL, Racing
 from agentmem.reasons import Reason
-from agentmem.restoring import Restoring
+from agentmem.tiers.layerstream import LoadFailed
+
+T = TypeVar("T")
 
 _ROOM = 256
 """Tokens that a generation has room for when it begins, at most: it may end long before `max_new_tokens`."""
 
 
-class BranchState(Restoring):
+_MEASURED_TOKENS = 64
+"""Tokens of a pass from which on it says how fast the model is."""
+
+
+class BranchState(Racing):
     """Tokens and KV of a branch, and the model that continues them."""
 
     def append(self, tokens: Sequence[int], inputs: Mapping[str, object]) -> None:
@@ -48,11 +56,7 @@ class BranchState(Restoring):
         """
         with Operation(self, "forward", is_undone=True) as report:
             self.enter_regime(len(self.tokens) + len(tokens))
-            report.note_load(self.restore())
-            if not tokens and not self.num_pending:
-                return self._feed_last_again()
-            report.note_load(self.reuse_pending(keep=0 if tokens else 1))
-            return self._feed(self.pending, list(tokens))
+            return self._overlapped(report, lambda num_next: self._forward(report, tokens, num_next), len(tokens))
 
     def generate(self, options: dict[str, object], with_room: Callable[[Callable[[], None]], None]) -> list[int]:
         """Continue the branch with the framework's generation; return the new ids as sampled.
@@ -95,17 +99,13 @@ class BranchState(Restoring):
         with Operation(self, operation) as report:
             report.note_load(self.restore())
 
-    def is_settled(self, *, keep: int) -> bool:
-        """Whether all pending tokens but the last `keep` have their KV, all of which is saved or on the device."""
+    def settle(self, *, keep: int) -> None:
+        """Give all pending tokens but the last `keep` their KV: reuse what is stored, compute the rest."""
         is_tail_saved = self.tail is not None and self.tail.stop == self.num_kv
         is_at_border = self.num_kv == len(self.blocks) * self.spec.block_size
         regime = self._runtime.adapter.regime(max(self.num_computed, len(self.tokens) - keep))
-        is_computed = self.num_pending <= keep and self.num_kv == self.num_computed and regime == self.regime
-        return is_computed and (self.is_hot or is_tail_saved or is_at_border)
-
-    def settle(self, *, keep: int) -> None:
-        """Give all pending tokens but the last `keep` their KV: reuse what is stored, compute the rest."""
-        if self.is_settled(keep=keep):
+        is_settled = self.num_pending <= keep and self.num_kv == self.num_computed and regime == self.regime
+        if is_settled and (self.is_hot or is_tail_saved or is_at_border):
             return
         with Operation(self, "checkpoint") as report:
             self.enter_regime(max(self.num_computed, len(self.tokens) - keep))
@@ -152,6 +152,26 @@ class BranchState(Restoring):
 
     # -- inside
 
+    def _forward(self, report: Operation, tokens: Sequence[int], num_next: int) -> Tensor:
+        report.note_load(self.restore(num_next=num_next))
+        if not tokens and not self.num_pending:
+            return self._feed_last_again()
+        report.note_load(self.reuse_pending(keep=0 if tokens else 1))
+        return self._feed(self.pending, list(tokens))
+
+    def _overlapped(self, report: Operation, work: Callable[[int], T], num_more: int) -> T:
+        """Do work that restores the branch and feeds what is pending and `num_more` tokens, maybe at the same time.
+
+        `work` is told how many tokens it feeds. Should a load fail that a pass was waiting for, it is done again, one
+        after the other: that finds out what cannot be had.
+        """
+        try:
+            return work(self.num_pending + num_more)
+        except LoadFailed:
+            self.go_back()
+            report.forget_loads()
+            return work(0)
+
     def _mark(self, tokens: Sequence[int], inputs: Mapping[str, object], start: int) -> Marks:
         """Save model inputs and return the marks of the tokens that stand for them, which begin at `start`."""
         adapter = self._runtime.adapter
@@ -185,7 +205,9 @@ class BranchState(Restoring):
                 stop = self._pass_stop(self.num_computed, self.num_computed + len(todo) - first)
                 chunk = todo[first : first + stop - self.num_computed]
                 wanted = min(len(chunk), num_logits - (len(todo) - first - len(chunk)))
-                logits = adapter.forward(feed, chunk, num_logits=max(wanted, 1))
+                with self._runtime.blocks.lower.rates.measuring(PREFILL) as measured:
+                    logits = adapter.forward(feed, chunk, num_logits=max(wanted, 1))
+                    measured.add(len(chunk) if len(chunk) >= _MEASURED_TOKENS else 0)
                 first += len(chunk)
                 if wanted > 0:
                     kept.append(logits)

@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
+from agentmem.choosing import Choice
 from agentmem.reasons import Reason
 
 
@@ -68,6 +69,8 @@ class ReuseReport:
             tolerance of the dtype), because the branch's own bytes were gone.
         num_approximate: Tokens of the branch whose KV an edit moved from elsewhere: it still knows of what was cut out.
         reason: Why reuse ended where it did: COMPLETE, or a word of `reasons.LOSSES`.
+        choice: Whether KV that was far away was loaded, computed again or both, and after which estimates; None when
+            all of it was near.
         elapsed_s: Wall time of the operation, in seconds.
         difference: Where the messages that were sent differ from what the branch held; None when all of it was kept.
         lint: What to mend in the messages, so that more is reused.
@@ -84,6 +87,7 @@ class ReuseReport:
     num_equivalent: int = 0
     num_approximate: int = 0
     reason: Reason = Reason.COMPLETE
+    choice: Choice | None = None
     elapsed_s: float = 0.0
     difference: ChatDifference | None = None
     lint: tuple[Finding, ...] = ()
@@ -103,6 +107,5 @@ class Counters:
             self._values[name if reason is None else f"{name}_{reason.value}"] += amount
 
     def snapshot(self) -> dict[str, int]:
-        """Return all counters, sorted by name."""
-        with self._lock:
-            return dict(sorted(self._values.items()))
+        """Return all counters, sorted by name. Takes no lock: whoever watches must not hold up who counts."""
+        return dict(sorted(dict(self._values).items()))  # a dict of text is copied in one step

@@ -2,10 +2,10 @@
 
 import contextlib
 import dataclasses
-import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -20,16 +20,22 @@ from agentmem.crowd import Crowd
 from agentmem.errors import ClosedError, NotFoundError, SessionLeasedError, StorageFullError
 from agentmem.forget import ForgetReport
 from agentmem.gc import GcReport
+from agentmem.hinting import Key
 from agentmem.ids import short
 from agentmem.ledger import Ledger
+from agentmem.metrics.endpoint import Endpoint
 from agentmem.opening import Opener
 from agentmem.pruning import PruneReport
+from agentmem.residency import Sinker, Sweeper, SweepReport
 from agentmem.retention import Retention
+from agentmem.roommaking import RoomMaker
 from agentmem.runtime import make_runtime
 from agentmem.session import Session
-from agentmem.tiers.policy import eviction_order
+from agentmem.tiers.hints import Hints
+from agentmem.tiers.remote import RecordTier
 from agentmem.tree.checkpoint import Checkpoint
-from agentmem.upkeep import Upkeep, usage
+from agentmem.upkeep import Upkeep
+from agentmem.usage import usage
 from agentmem.view import StoreView
 
 logger = logging.getLogger(__name__)
@@ -38,25 +44,47 @@ logger = logging.getLogger(__name__)
 class Store(StoreView):
     """A store that is open with a model. Thread-safe; one of each process may be open on a directory."""
 
-    def __init__(self, environment: Environment, adapter: Adapter, config: Config) -> None:
+    def __init__(
+        self,
+        environment: Environment,
+        adapter: Adapter,
+        config: Config,
+        tiers: Sequence[RecordTier] = (),
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         """Own an open environment; use `agentmem.open`."""
         super().__init__(environment, config)
-        self._runtime = make_runtime(environment, adapter, config)
-        self._runtime.device.make_room = self._make_room
+        self._endpoint = Endpoint(config.metrics)  # first: it may be refused
+        self._runtime = make_runtime(environment, adapter, config, tiers, clock=clock)
+        self._runtime.device.make_room = RoomMaker(self._runtime, environment, self._open_sessions).make_room
         self._upkeep = Upkeep(environment, self.catalog, self._runtime.blocks.disk, self._open_sessions)
         with environment.read() as txn:
             environment.quota.hold(config.disk_budget_nbytes, txn)
         environment.quota.make_room = self._upkeep.relieve
+        self._sinker = Sinker(self._runtime, environment, self.catalog, self._open_sessions, clock)
         self._opener = Opener(self._runtime, environment, self.catalog)
         self._sessions: dict[str, Session] = {}
         self._lock = threading.RLock()
-        self._clock = itertools.count(1)
+        self._hints: Hints[Key] = Hints(clock=clock)
         self._crowd = Crowd(is_limited=config.device_budget_nbytes is not None)
         self._is_closed = False
+        self._sweeper = Sweeper(self._sinker, config.residency)  # last: its thread looks at all of the above
+        self._endpoint.serve(self.stats, store=self.path, number=environment.holders.number)
 
     @classmethod
-    def open(cls, path: Path, make_adapter: Callable[[], Adapter], config: Config) -> "Store":
+    def open(
+        cls,
+        path: Path,
+        make_adapter: Callable[[], Adapter],
+        config: Config,
+        tiers: Sequence[RecordTier] = (),
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> "Store":
         """Open the store at `path`, making it when there is none, for the model of the adapter that is made.
+
+        The `tiers` below the disk are closed with the store; `clock`, seconds since 1970, says what is idle.
 
         Raises:
             UnsupportedModelError: The model keeps state that agentmem cannot store.
@@ -72,7 +100,7 @@ class Store(StoreView):
             )
             opened.callback(environment.close)
             with _directory.named_errors(path):
-                store = cls(environment, adapter, config)
+                store = cls(environment, adapter, config, tiers, clock=clock)
             opened.pop_all()
             return store
 
@@ -80,6 +108,11 @@ class Store(StoreView):
     def token_nbytes(self) -> int:
         """Bytes of KV that one token takes on the device, over all layers."""
         return self._runtime.adapter.spec.token_nbytes
+
+    @property
+    def metrics_url(self) -> str | None:
+        """Where `Config.metrics` is served; None when it is not."""
+        return self._endpoint.url
 
     def create(self, name: str, *, extras: Mapping[str, object] | None = None) -> Session:
         """Make a session with one empty branch, "main".
@@ -92,8 +125,12 @@ class Store(StoreView):
             self._follow_model()
             return self._open_session(*self._opener.create(name, extras or {}))
 
-    def resume(self, name: str, *, branch: str | None = None) -> Session:
+    def resume(self, name: str, *, branch: str | None = None, lazy: bool = False) -> Session:
         """Open a stored session again and bring a branch onto the device (by default the one that was active).
+
+        A session that only the lake has is pulled from there first.
+
+        With `lazy` its KV stays where it is until the next verb needs it (see `Session.switch`).
 
         Until it is closed, no other handle of any process writes to it (docs/caveats.md). Its report says what was
         reused, what has to be computed again, and why.
@@ -111,8 +148,8 @@ class Store(StoreView):
             if session is not None and session.ledger.lease.is_lost:
                 self._close_session(session)
             if session is None or session.is_closed:
-                session = self._open_session(*self._opener.resume(name))
-        session.switch(branch if branch is not None else session.active.name)
+                session = self._open_session(*self._resumed(name))
+        session.switch(branch if branch is not None else session.active.name, lazy=lazy)
         return session
 
     def remove(self, name: str) -> None:
@@ -193,6 +230,29 @@ class Store(StoreView):
         """Leave a pinned checkpoint to gc, unless a branch reaches it; False when it is not pinned."""
         return self._upkeep.pin(checkpoint, is_pinned=False)
 
+    def sweep(self) -> SweepReport:
+        """Let sink now what nobody has touched for as long as `Config.residency` allows; a thread does so too."""
+        self._check_open()
+        return self._sinker.sweep(self.config.residency)
+
+    def offload(self, name: str) -> SweepReport:
+        """Let a session sink to the lake, whole: any store that reads the lake can resume it by its name.
+
+        It is closed first, if it is open here. Its tokens, layer states and model inputs stay here too.
+
+        Raises:
+            NotFoundError: There is none of that name, or no lake.
+            TierUnavailableError: The lake does not answer; nothing is lost.
+            SessionLeasedError: Another handle writes to it.
+        """
+        with self._lock:
+            self._check_open()
+            session = self._sessions.pop(name, None)
+            if session is not None:
+                self._close_session(session)
+            self._runtime.blocks.flush()
+            return self._sinker.offload(name)
+
     def flush(self) -> None:
         """Wait until all that was done so far, sealed blocks included, is on disk for good.
 
@@ -229,6 +289,8 @@ class Store(StoreView):
             logger.exception("the store could not be closed cleanly after another error")
 
     def _release(self) -> None:
+        self._endpoint.close()
+        self._sweeper.close()
         try:
             self._runtime.blocks.close()
             self._runtime.adapter.close()
@@ -244,11 +306,20 @@ class Store(StoreView):
             check_open=self._check_open,
             follow_model=self._follow_model,
             give_back=self._opener.give_back,
-            tick=lambda: next(self._clock),
             crowd=self._crowd,
+            hints=self._hints,
         )
         self._sessions[session.name] = session
         return session
+
+    def _resumed(self, name: str) -> tuple[Ledger, list[BranchEntry]]:
+        """Open a session of the store, or one of the lake."""
+        try:
+            return self._opener.resume(name)
+        except NotFoundError:
+            if not self._sinker.fetch(name):
+                raise
+        return self._opener.resume(name)
 
     def _close_session(self, session: Session) -> None:
         """Close a session, also one that another handle took over: nothing more can be saved of it."""
@@ -300,30 +371,6 @@ class Store(StoreView):
         if self._is_closed:
             raise ClosedError(f"the store {str(self.path)!r} is closed; open it again")
         self.environment.check_usable()
-
-    def _make_room(self, nbytes: int) -> None:
-        """Move branches off the device, the least recently used first, until `nbytes` are free."""
-        goal = self._runtime.device.nbytes - nbytes
-        current = [session for session in self._open_sessions() if session.is_in_use]
-        candidates = [
-            candidate
-            for session in self._open_sessions()
-            for candidate in session.candidates(is_current=session in current)
-        ]
-        for session, name in eviction_order(candidates):
-            if self._runtime.device.nbytes <= goal:
-                return
-            if session.evict(name):
-                self._runtime.counters.add("branches_evicted")
-            if self._runtime.device.nbytes > goal:
-                self._free_saved()
-        if self._runtime.device.nbytes > goal:
-            self._free_saved()
-
-    def _free_saved(self) -> None:
-        """Wait until the disk has what it was given, and what was cut off meanwhile: until then it is on the device."""
-        self._runtime.blocks.flush(is_patient=False)  # the caller has a workspace, which a patient other may want
-        self.environment.flush()
 
 
 def _for_each(sessions: Iterable[Session], action: Callable[[Session], None]) -> None:

@@ -15,7 +15,6 @@ from agentmem.gc import GcReport, Spared, collect, relieve
 from agentmem.ids import BlockDigest, CheckpointId, SessionId
 from agentmem.pruning import PruneReport, prune
 from agentmem.retention import Change, Retention
-from agentmem.runtime import Runtime
 from agentmem.session import Session
 from agentmem.tiers.disk import DiskTier
 from agentmem.tree import pins, rows
@@ -148,29 +147,3 @@ def _follow(session: Session, changes: Iterable[Change]) -> None:
     for change in changes:
         session.ledger.states.forget(change.removed)
         session.ledger.tree.merge(change.removed, change.new)
-
-
-def usage(runtime: Runtime, environment: Environment) -> dict[str, int | float]:
-    """Return bytes per tier beside its budget (which is left out where there is no limit), and the counters."""
-    disk, counters = runtime.blocks.disk, runtime.counters.snapshot()
-    totals, num_reused = disk.stats(), counters.get("tokens_restored", 0)
-    budgets = {
-        "device_budget_nbytes": runtime.device.budget_nbytes,
-        "host_budget_nbytes": runtime.blocks.host.budget_nbytes,
-        "disk_budget_nbytes": environment.quota.budget_nbytes,
-    }
-    return {
-        "device_nbytes": runtime.device.nbytes,
-        "host_nbytes": runtime.blocks.host.nbytes,
-        "disk_num_blocks": totals.num_blocks,
-        "disk_raw_nbytes": totals.raw_nbytes,
-        "disk_stored_nbytes": totals.stored_nbytes,
-        "disk_live_nbytes": environment.live_nbytes,
-        "file_nbytes": environment.nbytes,
-        "records_healed": environment.num_healed,
-        "blocks_healed": disk.num_healed,
-        "ssd_written_nbytes": disk.written_nbytes,
-        "ssd_written_nbytes_per_token_reused": disk.written_nbytes / num_reused if num_reused else 0.0,
-        **{name: nbytes for name, nbytes in budgets.items() if nbytes is not None},
-        **counters,
-    }

@@ -33,6 +33,7 @@ import agentmem
 from agentmem.session import Session
 from agentmem.store import Store
 from agentmem.testing.models import smollm2
+from agentmem.tiers.remote import RecordTier
 
 ROOT = Path(__file__).parent.parent
 CONTEXTS = (512, 2048, 4096, 8000)
@@ -128,14 +129,16 @@ def base_store(options: Options) -> Path:
 
 
 @contextlib.contextmanager
-def opened_copy(options: Options, config: agentmem.Config | None = None) -> Iterator[Store]:
+def opened_copy(
+    options: Options, config: agentmem.Config | None = None, tiers: Sequence[RecordTier] = ()
+) -> Iterator[Store]:
     """Open a copy of the base store with the model; it is removed afterwards."""
     base = base_store(options)
     model, tokenizer = load_model(options)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         path = Path(folder) / "store"
         shutil.copytree(base, path)
-        with agentmem.open(path, model=model, tokenizer=tokenizer, config=config) as store:
+        with agentmem.open(path, model=model, tokenizer=tokenizer, config=config, tiers=tiers) as store:
             yield store
 
 

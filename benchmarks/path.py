@@ -25,7 +25,8 @@ from agentmem.kv import codec, header, record
 from agentmem.kv.scratch import SCRATCH
 from agentmem.kv.spec import KVSpec, LayerGroup
 from agentmem.stats import Counters
-from agentmem.tiers.blockstore import BlockStore, Want
+from agentmem.tiers.blocks import Want
+from agentmem.tiers.blockstore import BlockStore
 from agentmem.tiers.device import DeviceTier, empty_sections
 from agentmem.tiers.disk import DiskTier
 from agentmem.tiers.host import HostTier

@@ -35,6 +35,7 @@ NAMES = (
     "budgets",
     "churn",
     "checks",
+    "tiers",
 )
 RESULTS = Path(__file__).parent / "results"
 
@@ -49,7 +50,7 @@ def main() -> int:
     say(json.dumps(report["machine"], indent=2))
     with harness.chosen_options(arguments) as options:
         report["options"] = {"contexts": options.contexts, "quick": options.is_quick, "threads": options.num_threads}
-        if {"fork", "switch", "decode", "resume", "path", "batch", "encryption"} & set(arguments.only):
+        if {"fork", "switch", "decode", "resume", "path", "batch", "encryption", "tiers"} & set(arguments.only):
             in_new_process(base_store, options)
         for name in arguments.only:
             report["results"].append(run_one(name, options))

@@ -42,7 +42,7 @@ from agentmem.errors import (
 )
 from agentmem.reasons import Reason
 from agentmem.testing.damage import overwrite
-from agentmem.tiers.blockindex import BlockInfo
+from agentmem.tiers.blockrows import BlockInfo
 from agentmem.tiers.disk import DiskTier
 
 NOBODY = 65534

@@ -15,7 +15,7 @@ from agentmem.kv.record import Record
 from agentmem.testing.damage import overwrite
 from agentmem.testing.tier_suite import TierSuite, empty_like, make_block, make_record, same_bits
 from agentmem.tiers.base import Tier
-from agentmem.tiers.blockindex import BlockInfo, Totals, count_blocks, read_sum
+from agentmem.tiers.blockrows import BlockInfo, Totals, count_blocks, read_sum
 from agentmem.tiers.chunks import CHUNK_NBYTES
 from agentmem.tiers.disk import DiskTier
 

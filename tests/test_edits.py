@@ -29,7 +29,7 @@ from agentmem.session import Session
 from agentmem.store import Store
 from agentmem.testing.models import tiny_model
 from agentmem.testing.recipes import RECIPES, SHAPE
-from agentmem.tiers.blockindex import BlockInfo
+from agentmem.tiers.blockrows import BlockInfo
 from agentmem.tiers.device import empty_sections
 from agentmem.tiers.disk import DiskTier
 from agentmem.tree.catalog import Catalog

@@ -20,7 +20,7 @@ from agentmem.ids import BlockDigest, BlockHash, CheckpointId, Fingerprint, Sess
 from agentmem.kv.hashing import pack_tokens, unpack_tokens
 from agentmem.reasons import Reason
 from agentmem.testing.models import tiny_model
-from agentmem.tiers.blockindex import BlockInfo
+from agentmem.tiers.blockrows import BlockInfo
 from agentmem.tree.catalog import Catalog
 from agentmem.tree.checkpoint import BlockRef, BranchRecord, Checkpoint, SessionRecord
 from agentmem.tree.trail import Trail

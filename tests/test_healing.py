@@ -16,7 +16,7 @@ from agentmem.errors import CorruptionError, InvalidInputError, ReadOnlyError
 from agentmem.reasons import Reason
 from agentmem.testing.damage import flip, overwrite, overwrite_copy
 from agentmem.testing.models import tiny_model
-from agentmem.tiers.blockindex import BlockInfo
+from agentmem.tiers.blockrows import BlockInfo
 from agentmem.tiers.disk import DiskTier
 from agentmem.tree import rows
 

@@ -26,7 +26,7 @@ from agentmem.check import check
 from agentmem.errors import AlreadyExistsError, SessionLeasedError
 from agentmem.leases import LeaseRecord
 from agentmem.testing.zygote import Zygote, kill, serve
-from agentmem.tiers.blockindex import count_blocks, read_sum
+from agentmem.tiers.blockrows import count_blocks, read_sum
 from agentmem.tiers.disk import DiskTier
 
 CONFIG = agentmem.Config(block_size=16)

@@ -22,7 +22,7 @@ from agentmem.errors import CapacityError, InvalidInputError
 from agentmem.gc import collect
 from agentmem.reasons import Reason
 from agentmem.testing.models import tiny_model
-from agentmem.tiers.blockindex import BlockInfo
+from agentmem.tiers.blockrows import BlockInfo
 from agentmem.tiers.disk import DiskTier
 from agentmem.tree.catalog import Catalog
 

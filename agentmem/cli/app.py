@@ -23,6 +23,10 @@ _HOMES = {
     "agentmem.cli.retain": ("prune", "pin", "unpin"),
     "agentmem.cli.move": ("export", "import"),
     "agentmem.cli.privacy": ("forget", "rekey"),
+    "agentmem.cli.plan": ("plan",),
+    "agentmem.cli.simulate": ("simulate",),
+    "agentmem.cli.top": ("top",),
+    "agentmem.cli.lake": ("push", "pull", "lake"),
 }
 """Where each command is."""
 

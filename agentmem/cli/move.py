@@ -3,12 +3,13 @@
 import argparse
 from dataclasses import asdict
 
+from agentmem.arrival import ImportReport
 from agentmem.bundle import read_bundle
 from agentmem.cli.result import Result
 from agentmem.cli.source import open_store, open_view
 from agentmem.cli.text import count, plain, size
 from agentmem.tiers.disk import DiskTier
-from agentmem.transfer import ExportReport, ImportReport, export_session, import_session
+from agentmem.transfer import ExportReport, export_session, import_session
 from agentmem.tree.catalog import Catalog
 
 

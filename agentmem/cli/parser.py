@@ -18,11 +18,12 @@ _DESCRIPTION = "Look into stores of KV caches, and take care of them. No command
 
 _EPILOG = """\
 every command:   agentmem COMMAND STORE ...   STORE is the directory of the store
+                 (plan and simulate need none)
                  --json prints one JSON document; errors go to stderr
                  --key-file FILE opens an encrypted store (or the environment's AGENTMEM_KEY_FILE)
 
 exit codes:      0 done    1 damage found    2 wrong input    3 locked by another process    4 not found
-                 5 no room    6 not writable    7 needs a newer agentmem
+                 5 no room    6 not writable    7 needs a newer agentmem    8 a lake does not answer
 
 examples:        agentmem ls runs.agentmem
                  agentmem show runs.agentmem ticket-4711/patch-a
@@ -31,6 +32,7 @@ examples:        agentmem ls runs.agentmem
 
 _TARGET = "SESSION[/NAME]"
 _WHOLE = "100%"
+_MAX_PAUSE_S = 3600
 
 
 class Parser(argparse.ArgumentParser):
@@ -66,7 +68,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"agentmem {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, title="commands")
-    for add in (_add_looking, _add_caring, _add_keeping, _add_moving, _add_privacy):
+    for add in (_add_looking, _add_caring, _add_keeping, _add_moving, _add_privacy, _add_lake, _add_planning, _add_top):
         add(commands)
     return parser
 
@@ -169,12 +171,94 @@ def _add_privacy(commands: "argparse._SubParsersAction[Parser]") -> None:
     )
 
 
-def _command(commands: "argparse._SubParsersAction[Parser]", word: str, summary: str) -> Parser:
-    command = commands.add_parser(
-        word, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", allow_abbrev=False
+def _add_lake(commands: "argparse._SubParsersAction[Parser]") -> None:
+    push = _command(commands, "push", "put a session into a lake, for other machines to pull")
+    pull = _command(commands, "pull", "bring a session from a lake into a store, verifying all of it")
+    for command, place in ((push, "in the lake"), (pull, "here")):
+        command.add_argument("session", metavar="SESSION", help="name of the session")
+        command.add_argument("--as", metavar="NAME", dest="name", help=f"call the session so {place}")
+        url = os.environ.get("AGENTMEM_LAKE")
+        command.add_argument(
+            "--lake",
+            metavar="URL",
+            default=url,
+            help="s3://bucket/prefix, gs://, az:// or ./directory (default: $AGENTMEM_LAKE)",
+        )
+    lake = _storeless(commands, "lake", "list a lake's sessions, remove one, or collect what nothing names")
+    lake.add_argument("action", choices=("ls", "rm", "gc", "rekey"), help="what to do")
+    lake.add_argument("lake", metavar="URL", help="s3://bucket/prefix, gs://, az:// or ./directory")
+    lake.add_argument("session", metavar="SESSION", nargs="?", help="which session to remove")
+    grace_s = Config().gc_grace_s
+    lake.add_argument(
+        "--grace",
+        metavar="SECONDS",
+        type=_seconds,
+        default=grace_s,
+        help="age of what gc removes (default: %(default)g)",
     )
+    lake.add_argument("--dry-run", action="store_true", help="gc: change nothing; say what would go")
+    lake.add_argument(
+        "--new-key-file", metavar="FILE", type=Path, help="rekey: the key that opens the lake from now on"
+    )
+    _add_key_file(lake)
+
+
+def _add_planning(commands: "argparse._SubParsersAction[Parser]") -> None:
+    plan = _storeless(commands, "plan", "tell what a model's KV takes, where it fits, and when loading beats computing")
+    subject = plan.add_mutually_exclusive_group(required=True)
+    subject.add_argument("--model", metavar="MODEL", help="a config.json, its folder, or a name like llama-3.3-70b")
+    subject.add_argument("--check-claims", action="store_true", help="check what articles say of the size of KV")
+    plan.add_argument("--tokens", metavar="N", help="tokens of each branch: 4096, 100k, 1M")
+    plan.add_argument("--dtype", metavar="DTYPE", help="fp32, bf16, fp16, fp8, int8 or int4 (default: the model's)")
+    plan.add_argument("--branches", metavar="N", type=int, default=1, help="how many branches (default: 1)")
+    plan.add_argument(
+        "--shared", metavar="P%", default="0%", help="part of their tokens that they share (default: 0%%)"
+    )
+    plan.add_argument(
+        "--tiers", metavar="FILE", default="local", help="local (default), micron, or a TOML file of tiers"
+    )
+    plan.add_argument("--prefill", metavar="TOK_S", type=_number, help="measured tokens per second of prefill")
+    plan.add_argument("--flops", metavar="RATE", type=_number, help="sustained FLOP/s, where prefill was not measured")
+    _add_simulation(commands)
+
+
+def _add_simulation(commands: "argparse._SubParsersAction[Parser]") -> None:
+    simulate = _storeless(commands, "simulate", "tell what tiers and a policy would do with a trace of requests")
+    subject = simulate.add_mutually_exclusive_group(required=True)
+    subject.add_argument("--trace", metavar="FILE", type=Path, help="lines of JSON as in Mooncake's public traces")
+    subject.add_argument("--generate", metavar="KIND", help="agents, round-robin or beam")
+    simulate.add_argument("--seed", metavar="N", type=int, default=0, help="of what is generated (default: 0)")
+    simulate.add_argument("--block-size", metavar="N", type=int, help="tokens of a block of the trace (default: 512)")
+    simulate.add_argument("--policy", metavar="NAME", default="lru", help="lru (default), slru, arc or hints")
+    simulate.add_argument(
+        "--tiers", metavar="FILE", default="local", help="local (default), micron, or a TOML file of tiers"
+    )
+    simulate.add_argument(
+        "--capacity", metavar="NAME=SIZE", action="append", default=[], help="another capacity: 80GB, or 400blocks"
+    )
+    simulate.add_argument("--model", metavar="MODEL", default="smollm2-135m", help="as of plan (default: smollm2-135m)")
+    simulate.add_argument("--dtype", metavar="DTYPE", help="as of plan (default: the model's)")
+    simulate.add_argument("--prefill", metavar="TOK_S", type=_number, help="measured tokens per second of prefill")
+
+
+def _add_top(commands: "argparse._SubParsersAction[Parser]") -> None:
+    top = _storeless(commands, "top", "watch a store at work: tiers, moves, tokens, reasons")
+    top.add_argument("target", metavar="TARGET", help="the directory of a store, or the URL of its metrics")
+    top.add_argument("--once", action="store_true", help="print the numbers of this moment and end; --json does too")
+    top.add_argument(
+        "--interval", metavar="SECONDS", type=_pause, default=2.0, help="time between two looks (default: %(default)g)"
+    )
+    _add_key_file(top)
+
+
+def _command(commands: "argparse._SubParsersAction[Parser]", word: str, summary: str) -> Parser:
+    command = _storeless(commands, word, summary)
     command.add_argument("store", metavar="STORE", type=Path, help="the store's directory")
-    command.add_argument("--json", action="store_true", help="print one JSON document")
+    _add_key_file(command)
+    return command
+
+
+def _add_key_file(command: Parser) -> None:
     command.add_argument(
         "--key-file",
         metavar="FILE",
@@ -182,6 +266,14 @@ def _command(commands: "argparse._SubParsersAction[Parser]", word: str, summary:
         default=os.environ.get("AGENTMEM_KEY_FILE") or None,
         help="the key of an encrypted store: 32 bytes, or 64 hex digits (default: $AGENTMEM_KEY_FILE)",
     )
+
+
+def _storeless(commands: "argparse._SubParsersAction[Parser]", word: str, summary: str) -> Parser:
+    """Add a command that may need no store."""
+    command = commands.add_parser(
+        word, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", allow_abbrev=False
+    )
+    command.add_argument("--json", action="store_true", help="print one JSON document")
     return command
 
 
@@ -201,6 +293,13 @@ def _seconds(text: str) -> float:
     number = _number(text)
     if number < 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no time: give 0 or more seconds")
+    return number
+
+
+def _pause(text: str) -> float:
+    number = _number(text)
+    if not 0 < number <= _MAX_PAUSE_S:
+        raise argparse.ArgumentTypeError(f"{text!r} is no pause: give more than 0 and at most {_MAX_PAUSE_S} seconds")
     return number
 
 

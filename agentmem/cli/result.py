@@ -29,6 +29,8 @@ class ExitCode(IntEnum):
     """The store or file may not be written, or the device failed."""
     FORMAT = 7
     """The store or file needs a newer agentmem."""
+    UNREACHABLE = 8
+    """The server of a lake does not answer."""
     INTERNAL = 70
     """A fault of agentmem itself; its trace is on stderr."""
     INTERRUPTED = 130
@@ -45,6 +47,7 @@ _CODES: list[tuple[type[Exception], ExitCode]] = [
     (errors.CapacityError, ExitCode.FULL),
     (errors.FormatVersionError, ExitCode.FORMAT),
     (errors.ReadOnlyError, ExitCode.READ_ONLY),
+    (errors.TierUnavailableError, ExitCode.UNREACHABLE),
     (errors.AgentMemError, ExitCode.INPUT),
     (OSError, ExitCode.READ_ONLY),
 ]

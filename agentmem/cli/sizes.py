@@ -11,7 +11,7 @@ from agentmem.cli.source import KvSize, all_infos, kv_size, lineage, num_tokens,
 from agentmem.cli.text import count, facts, plain, size, table, when
 from agentmem.errors import CorruptionError
 from agentmem.ids import BlockDigest, CheckpointId, SessionId
-from agentmem.tiers.blockindex import BlockInfo
+from agentmem.tiers.blockrows import BlockInfo
 from agentmem.tree import nodes
 from agentmem.tree.checkpoint import Checkpoint
 from agentmem.view import StoreView

@@ -13,7 +13,7 @@ from agentmem._lmdb import Environment, ReadTransaction, Table
 from agentmem.config import Config
 from agentmem.errors import CorruptionError, InvalidInputError, NotFoundError
 from agentmem.ids import BlockDigest, CheckpointId
-from agentmem.tiers.blockindex import BlockInfo, read_info
+from agentmem.tiers.blockrows import BlockInfo, read_info
 from agentmem.tree import rows
 from agentmem.tree.checkpoint import BranchRecord, Checkpoint, SessionRecord
 from agentmem.view import SessionView, StoreView

@@ -10,6 +10,8 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
+_DECIMAL_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+_TIMES = ((3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
 def size(nbytes: int) -> str:
@@ -22,6 +24,22 @@ def size(nbytes: int) -> str:
         if amount < 999.95 or unit == _UNITS[-1]:
             return f"{amount:.1f} {unit}"
     raise RuntimeError("the last unit takes everything")
+
+
+def amount(nbytes: float) -> str:
+    """Return bytes in powers of 1000, as articles and makers of memory count: 32,768,000,000 is "32.8 GB"."""
+    for unit in _DECIMAL_UNITS:
+        if nbytes < 999.95 or unit == _DECIMAL_UNITS[-1]:
+            return f"{nbytes:,.0f} {unit}" if unit == "B" else f"{nbytes:,.1f} {unit}"
+        nbytes /= 1000
+    raise RuntimeError("the last unit takes everything")
+
+
+def duration(time_s: float) -> str:
+    """Return a time with two digits or more in a unit that suits it: 0.0328 is "33 ms"."""
+    size, unit = next((each for each in _TIMES if time_s >= each[0]), _TIMES[-1])
+    number = time_s / size
+    return f"{number:,.0f} {unit}" if number >= 10 else f"{number:.1f} {unit}"
 
 
 def when(time_s: float) -> str:

@@ -125,14 +125,21 @@ def unpack_meta(data: memoryview) -> tuple[RecordMeta, memoryview]:
         CorruptionError: The header, the metadata or a length is damaged.
         FormatVersionError: The record was written in a format that this version does not read.
     """
-    if data.nbytes < _HEADER.size or data[:4] != _MAGIC:
-        raise CorruptionError(f"no record: {data.nbytes} bytes that start with {bytes(data[:4])!r}")
-    _, version, flags, _, body_nbytes, num_tokens, payload_nbytes, _ = _HEADER.unpack_from(data)
-    if version != VERSION:
-        raise FormatVersionError(f"a record has version {version}; this agentmem reads version {VERSION}: upgrade it")
-    payload_start = _align(_HEADER.size + body_nbytes, _SECTION_ALIGNMENT)
-    if data.nbytes != payload_start + payload_nbytes:
-        raise CorruptionError(f"a record of {data.nbytes} bytes claims {payload_start + payload_nbytes}")
+    start, nbytes = _payload_place(data)
+    if data.nbytes != start + nbytes:
+        raise CorruptionError(f"a record of {data.nbytes} bytes claims {start + nbytes}")
+    return unpack_head(data), data[start:]
+
+
+def unpack_head(data: memoryview) -> RecordMeta:
+    """Return a record's metadata, verified, from its first bytes: those up to the payload, or more.
+
+    Raises:
+        CorruptionError: The header or the metadata is damaged, or cut off.
+        FormatVersionError: The record was written in a format that this version does not read.
+    """
+    _, payload_nbytes = _payload_place(data)
+    _, _, flags, _, body_nbytes, num_tokens, _, _ = _HEADER.unpack_from(data)
     body = data[_HEADER.size : _HEADER.size + body_nbytes]
     if data[_SUMMED_NBYTES : _HEADER.size] != _sum(data[:_SUMMED_NBYTES], body):
         raise CorruptionError("a record's header or metadata fails its checksum")
@@ -141,7 +148,7 @@ def unpack_meta(data: memoryview) -> tuple[RecordMeta, memoryview]:
     meta = _parse(body, num_tokens, flags)
     if payload_layout(meta)[1] != payload_nbytes:
         raise CorruptionError(f"block {meta.digest.hex()}: its parts do not add up to {payload_nbytes} bytes")
-    return meta, data[payload_start:]
+    return meta
 
 
 def payload_layout(meta: RecordMeta) -> tuple[list[list[slice]], int]:
@@ -157,6 +164,16 @@ def payload_layout(meta: RecordMeta) -> tuple[list[list[slice]], int]:
             position += nbytes
         sections.append(parts)
     return sections, position
+
+
+def _payload_place(data: memoryview) -> tuple[int, int]:
+    """Return where a record's payload begins and how long it is, as its header claims."""
+    if data.nbytes < _HEADER.size or data[:4] != _MAGIC:
+        raise CorruptionError(f"no record: {data.nbytes} bytes that start with {bytes(data[:4])!r}")
+    _, version, _, _, body_nbytes, _, payload_nbytes, _ = _HEADER.unpack_from(data)
+    if version != VERSION:
+        raise FormatVersionError(f"a record has version {version}; this agentmem reads version {VERSION}: upgrade it")
+    return _align(_HEADER.size + body_nbytes, _SECTION_ALIGNMENT), payload_nbytes
 
 
 def _parse(body: memoryview, num_tokens: int, flags: int) -> RecordMeta:

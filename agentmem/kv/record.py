@@ -39,6 +39,18 @@ class Record:
     num_tokens: int
     codec_ids: tuple[CodecId, ...]
 
+    @classmethod
+    def of(cls, meta: RecordMeta, data: bytes) -> "Record":
+        """Return the record that `data`, which was verified, says of itself in `meta`."""
+        return cls(
+            digest=meta.digest,
+            block_hash=meta.block_hash,
+            data=data,
+            raw_nbytes=meta.raw_nbytes,
+            num_tokens=meta.num_tokens,
+            codec_ids=tuple(section.codec_id for section in meta.sections),
+        )
+
 
 def pack(
     sections: Sequence[Tensor],

@@ -7,8 +7,7 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -22,14 +21,17 @@ from agentmem.kv.spec import KVSpec
 from agentmem.presence import taken_if_free
 from agentmem.reasons import Reason
 from agentmem.stats import Counters
+from agentmem.tiers.backward import BackwardLoad
+from agentmem.tiers.blocks import Loaded, Outcome, SealedBlock, Want, copy_in
 from agentmem.tiers.crew import Crew
 from agentmem.tiers.device import Workspace, empty_sections
 from agentmem.tiers.disk import DiskTier
 from agentmem.tiers.host import HostTier
 from agentmem.tiers.identity import Identity
+from agentmem.tiers.layerstream import LayerStream
+from agentmem.tiers.lower import LowerTiers
 from agentmem.tiers.mover import AnyJob, Busy, Job, Mover
 from agentmem.tiers.runs import Cursor
-from agentmem.tiers.streams import Order
 
 logger = logging.getLogger(__name__)
 
@@ -38,84 +40,6 @@ LOAD_TASK_NBYTES = 6 << 20
 
 _UNAVAILABLE = (NotFoundError, StorageFullError, ReadOnlyError)
 """Why a block cannot be had although nothing is damaged: it is gone, or it could not be saved for others to load."""
-
-
-class SealedBlock:
-    """An immutable block: tokens [start, stop) of some branch. Its digest is known once its bytes were read to save it.
-
-    Attributes:
-        block_hash: Its token name.
-        start: Position of its first token.
-        stop: Position after its last token.
-        digest: Its byte name; None until it is being saved.
-    """
-
-    __slots__ = ("__weakref__", "block_hash", "digest", "job", "source", "start", "stop", "stored")
-
-    def __init__(self, block_hash: BlockHash, start: int, stop: int, digest: BlockDigest | None) -> None:
-        self.block_hash = block_hash
-        self.start = start
-        self.stop = stop
-        self.digest = digest
-        self.source: tuple[Workspace, Cursor] | None = None
-        """Where its bytes are on the device, until the disk has them."""
-        self.job: AnyJob | None = None
-        self.stored: Future[None] | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in the block."""
-        return self.stop - self.start
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Want:
-    """One block to bring onto the device.
-
-    Attributes:
-        block: The block.
-        out: Where its tokens from `skip` on go: one `[L, H, T, D]` per section.
-        num_tokens: Tokens wanted, T; at most what is left of the block.
-        skip: Leading tokens of the block that are on the device already.
-        order: Of what threads do to the memory it goes to; None where that is the CPU's.
-    """
-
-    block: SealedBlock
-    out: list[Tensor]
-    num_tokens: int
-    skip: int = 0
-    order: Order | None = None
-
-    @property
-    def is_on_cpu(self) -> bool:
-        """Whether the tokens go to the CPU's memory."""
-        return all(section.device.type == "cpu" for section in self.out)
-
-
-@dataclass(slots=True)
-class Loaded:
-    """What a load brought: the leading blocks that are good, and why it ended where it did.
-
-    Attributes:
-        blocks: The blocks as loaded, in order; one whose own bytes were gone is replaced by an equivalent one.
-        from_tier: Tokens by tier.
-        nbytes: Bytes of KV copied onto the device.
-        num_equivalent: Tokens whose bytes come from an equivalent block.
-        reason: COMPLETE, or why the next block could not be had.
-    """
-
-    blocks: list[SealedBlock] = field(default_factory=list)
-    from_tier: dict[str, int] = field(default_factory=dict)
-    nbytes: int = 0
-    num_equivalent: int = 0
-    reason: Reason = Reason.COMPLETE
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    block: SealedBlock | None
-    tier: str
-    reason: Reason
 
 
 class BlockStore:
@@ -132,11 +56,13 @@ class BlockStore:
         num_threads: int,
         is_saving: bool,
         counters: Counters,
+        lower: LowerTiers | None = None,
     ) -> None:
         """Join the tiers; `is_saving` lets the mover save blocks as they are sealed."""
         self.spec = spec
         self.host = host
         self.disk = disk
+        self.lower = LowerTiers((), disk=disk, counters=counters) if lower is None else lower
         self._identity = identity
         self._codec = codec
         self._is_saving = is_saving
@@ -144,6 +70,8 @@ class BlockStore:
         self._mover = Mover()
         self._crew = Crew(num_threads, "agentmem-load")
         self._num_threads = num_threads
+        self._is_closed = False
+        self._loads: list[BackwardLoad | LayerStream] = []
         self._known: weakref.WeakValueDictionary[BlockHash, SealedBlock] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
 
@@ -220,7 +148,7 @@ class BlockStore:
 
         Stops being useful at the first block that cannot be had: what lies after it in `wanted` is not counted.
         """
-        outcomes: list[_Outcome] = []
+        outcomes: list[Outcome] = []
         for part in self._crew.do(self._load_run, self._tasks(wanted)):
             outcomes.extend(part)
         loaded = Loaded()
@@ -237,14 +165,66 @@ class BlockStore:
             self._counters.add(f"{tier}_to_device_nbytes", num_tokens * self.spec.token_nbytes)
         return loaded
 
+    def load_backward(self, wanted: Sequence[Want]) -> BackwardLoad:
+        """Begin to load blocks from the last one on; the caller computes them from the first one on meanwhile."""
+        load = BackwardLoad(wanted, self._load_run)
+        self._note_load(load)
+        return load
+
+    def stream(self, tier: str, wanted: Sequence[Want]) -> LayerStream | None:
+        """Begin to load whole blocks from a tier, layer by layer; None when that is not possible."""
+        load = self.lower.stream(tier, wanted, self.spec)
+        if load is not None:
+            self._note_load(load)
+        return load
+
+    def _note_load(self, load: BackwardLoad | LayerStream) -> None:
+        self._loads = [each for each in self._loads if each.thread.is_alive()] + [load]
+
+    def bring_near(self, blocks: Sequence[SealedBlock], is_over: Callable[[], bool]) -> int:
+        """Copy blocks to host memory, as far as they are not nearer and its budget reaches; return how many came."""
+        num_blocks = 0
+        for block in blocks:
+            if is_over() or self._is_closed:
+                break
+            digest = block.digest
+            if digest is None or block.source is not None or self.host.contains(digest):
+                continue
+            sections = empty_sections(self.spec, block.num_tokens)
+            [outcome] = self._load_run([Want(block=block, out=sections, num_tokens=block.num_tokens)])
+            if outcome.block is None or not self.host.store(digest, sections):
+                break
+            num_blocks += 1
+            self._counters.add(f"{outcome.tier}_to_host_nbytes", sum(section.nbytes for section in sections))
+        return num_blocks
+
+    def whereabouts(self, blocks: Sequence[SealedBlock]) -> list[str]:
+        """Return the nearest tier that holds each block, "" for one that is in none."""
+        places = [self._place_nearby(block) for block in blocks]
+        far = [index for index, place in enumerate(places) if not place]
+        digests = [blocks[index].digest or BlockDigest(b"") for index in far]
+        for index, name in zip(far, self.lower.holders(digests), strict=True):
+            places[index] = name
+        return places
+
+    def _place_nearby(self, block: SealedBlock) -> str:
+        if block.source is not None or block.digest is None:
+            return "device"
+        return self.host.name if self.host.contains(block.digest) else self.disk.name * self.disk.is_here(block.digest)
+
     def flush(self, *, is_patient: bool = True) -> None:
         """Hand every sealed block to the disk's writer; without patience none whose workspace another thread uses."""
         self._mover.drain(is_patient=is_patient)
 
     def close(self) -> None:
         """Finish saving and end the threads."""
+        self._is_closed = True
         self._mover.close()
         self._crew.close()
+        for load in self._loads:
+            load.stop()
+            load.thread.join()
+        self.lower.close()
 
     def _save_job(self, block: SealedBlock) -> AnyJob:
         """Make the job that saves a block; a block that nobody holds any more by then is not saved."""
@@ -296,17 +276,25 @@ class BlockStore:
         per_task = min(per_task, max(1, -(-len(wanted) // self._num_threads)))
         return [wanted[first : first + per_task] for first in range(0, len(wanted), per_task)]
 
-    def _load_run(self, wanted: Sequence[Want]) -> list[_Outcome]:
-        """Load one task's blocks: those that come straight from the disk together, the others one by one."""
+    def _load_run(self, wanted: Sequence[Want]) -> list[Outcome]:
+        """Load one task's blocks: those that come straight from the disk together, the others one by one.
+
+        What is neither in RAM nor on disk comes from the tiers below, all of it at once.
+        """
         together = [want for want in wanted if self._is_straight(want)]
         errors = self.disk.load_many(
             [want.block.digest for want in together if want.block.digest], [want.out for want in together]
         )
         good = {id(want) for want, error in zip(together, errors, strict=True) if error is None}
-        return [
-            _Outcome(want.block, self.disk.name, Reason.COMPLETE) if id(want) in good else self._load_one(want)
+        outcomes = [
+            Outcome(want.block, self.disk.name, Reason.COMPLETE) if id(want) in good else self._load_one(want)
             for want in wanted
         ]
+        lost = [index for index, outcome in enumerate(outcomes) if outcome.block is None]
+        for index, found in zip(lost, self.lower.load([wanted[index] for index in lost]), strict=True):
+            if found.reason is not Reason.MISSING:
+                outcomes[index] = found
+        return outcomes
 
     def _is_straight(self, want: Want) -> bool:
         """Say whether a whole block can be decoded from its record on disk into where it is wanted."""
@@ -314,10 +302,10 @@ class BlockStore:
         is_on_disk = block.digest is not None and block.stored is None and not self.host.contains(block.digest)
         return is_on_disk and want.num_tokens == block.num_tokens and want.is_on_cpu
 
-    def _load_one(self, want: Want) -> _Outcome:
+    def _load_one(self, want: Want) -> Outcome:
         """Load one block: its own bytes, else those of an equivalent block."""
         try:
-            return _Outcome(want.block, self._fetch(want.block, want), Reason.COMPLETE)
+            return Outcome(want.block, self._fetch(want.block, want), Reason.COMPLETE)
         except _UNAVAILABLE:
             reason = Reason.MISSING
         except (CorruptionError, SpecMismatchError) as error:
@@ -325,15 +313,15 @@ class BlockStore:
             logger.warning("block %s is not used (%s): %s", short(want.block.block_hash), reason, error)
         digest = self.disk.find(want.block.block_hash)
         if digest is None or digest == want.block.digest:
-            return _Outcome(None, "", reason)
+            return Outcome(None, "", reason)
         other = SealedBlock(want.block.block_hash, want.block.start, want.block.stop, digest)
         try:
-            return _Outcome(other, self._fetch(other, want), reason)
+            return Outcome(other, self._fetch(other, want), reason)
         except _UNAVAILABLE:
-            return _Outcome(None, "", reason)
+            return Outcome(None, "", reason)
         except (CorruptionError, SpecMismatchError):
             self._note_damage(other)
-            return _Outcome(None, "", reason)
+            return Outcome(None, "", reason)
 
     def _fetch(self, block: SealedBlock, want: Want) -> str:
         """Copy one block's bytes to where they are wanted; return the tier that had them."""
@@ -349,7 +337,7 @@ class BlockStore:
                 stored.result()
             self.disk.load(block.digest, sections)
         if not is_direct:
-            _copy_in(sections, want)
+            copy_in(sections, want)
         return tier
 
     def _note_damage(self, block: SealedBlock) -> Reason:
@@ -359,16 +347,6 @@ class BlockStore:
             self.host.remove(block.digest)
             self.disk.mark_damaged(block.digest)
         return Reason.DAMAGED
-
-
-def _copy_in(sections: Sequence[Tensor], want: Want) -> None:
-    """Copy the wanted tokens of a block to where they are wanted, after whatever was done there before."""
-    if want.order is not None:
-        want.order.follow()
-    for source, target in zip(sections, want.out, strict=True):
-        target.copy_(source[:, :, want.skip : want.skip + want.num_tokens])
-    if want.order is not None:
-        want.order.note()
 
 
 def _failure(block: SealedBlock) -> BaseException | None:

@@ -15,7 +15,7 @@ import xxhash
 from agentmem._lmdb import ReadTransaction, Table, WriteTransaction
 from agentmem.errors import CorruptionError
 from agentmem.ids import BlockDigest, BlockId
-from agentmem.tiers.blockindex import BlockInfo
+from agentmem.tiers.blockrows import BlockInfo
 
 PAGE_NBYTES = 4096
 MAX_CHUNK_PAGES = 16

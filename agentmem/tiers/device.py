@@ -274,14 +274,14 @@ class DeviceTier:
         """Called with the bytes that are missing before an allocation is refused; frees what may be freed."""
         self.bounce: Callable[[int], AbstractContextManager[bool]] = lambda _nbytes: nullcontext(False)
         """Lends bytes of the host tier's memory, for as long as the context is open; gives False when it has none."""
-        self._storages: weakref.WeakSet[Storage] = weakref.WeakSet()
+        self._storages: dict[weakref.ref[Storage], None] = {}
         self._lock = threading.Lock()
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated now."""
-        with self._lock:
-            return sum(storage.nbytes for storage in tuple(self._storages))
+        """Bytes allocated now. Takes no lock: whoever watches must not hold up who allocates."""
+        # The keys are listed in one step, as those of a WeakSet are not.
+        return sum(storage.nbytes for each in list(self._storages) if (storage := each()) is not None)
 
     def allocate(self, num_tokens: int, *, num_rows: int | None = None) -> Storage:
         """Allocate KV for at least `num_tokens` tokens.
@@ -344,12 +344,15 @@ class DeviceTier:
     def _take(self, nbytes: int) -> Storage | None:
         """Count bytes, unless the budget does not have them."""
         with self._lock:
-            used = sum(storage.nbytes for storage in tuple(self._storages))
-            if self.budget_nbytes is not None and used + nbytes > self.budget_nbytes:
+            if self.budget_nbytes is not None and self.nbytes + nbytes > self.budget_nbytes:
                 return None
             storage = Storage([], 0, nbytes)
-            self._storages.add(storage)
+            self._storages[weakref.ref(storage, self._forget)] = None
             return storage
+
+    def _forget(self, gone: weakref.ref[Storage]) -> None:
+        """Count a buffer no more that nobody has any more."""
+        self._storages.pop(gone, None)
 
     def _moved(self, old: Storage, capacity: int, length: int) -> Storage:
         """Give a buffer more memory, freeing what it has first: its tokens are in RAM meanwhile.

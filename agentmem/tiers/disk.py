@@ -7,32 +7,31 @@ blockindex.py, of `blocks`: see chunks.py.
 """
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 import xxhash
-from torch import Tensor
 
 from agentmem._future import Future
-from agentmem._lmdb import Environment, Level, ReadTransaction, Table, WriteTransaction
-from agentmem.errors import AgentMemError, CorruptionError, InvalidInputError, NotFoundError
+from agentmem._lmdb import Environment, Level, Table, WriteTransaction
+from agentmem.errors import CorruptionError, InvalidInputError
 from agentmem.ids import BlockDigest, BlockHash, BlockId, short
-from agentmem.kv import record as record_format
 from agentmem.kv.codec import CodecId
 from agentmem.kv.header import RecordMeta
 from agentmem.kv.record import Record
-from agentmem.tiers.blockindex import BlockIndex, BlockInfo, BlockSum, Totals, read_info, read_sum, unreferenced
-from agentmem.tiers.chunks import MAX_RECORD_NBYTES, chunks, delete_chunks, join, joined, padded_nbytes
-from agentmem.tiers.sealing import opened, sealed, verified
+from agentmem.tiers.blockindex import BlockIndex
+from agentmem.tiers.blockrows import BELOW, BlockInfo, BlockSum, Totals, read_info, read_sum, unreferenced
+from agentmem.tiers.chunks import MAX_RECORD_NBYTES, chunks, delete_chunks, joined, padded_nbytes
+from agentmem.tiers.diskreader import DiskReader
+from agentmem.tiers.sealing import sealed, verified
 
 logger = logging.getLogger(__name__)
 
 _TOUCH_AFTER_S = 60
 
 
-class DiskTier:
+class DiskTier(DiskReader):
     """The blocks of one store. Thread-safe.
 
     Attributes:
@@ -40,14 +39,11 @@ class DiskTier:
         written_nbytes: Bytes of records that it has written, padded as they lie in the file.
     """
 
-    name = "disk"
-
     def __init__(self, environment: Environment, *, clock: Callable[[], float] = time.time) -> None:
         """Use `environment`; what is stored is read at the first question. `clock` gives seconds since 1970."""
-        self._environment = environment
+        super().__init__(environment)
         self._clock = clock
         self._index = BlockIndex(environment)
-        self._scratch = threading.local()
         self.num_healed = 0
         self.written_nbytes = 0
 
@@ -89,18 +85,61 @@ class DiskTier:
             ReadOnlyError: The store cannot be written.
             InvalidInputError: A record is too large.
         """
+        return self._store(records, [record for record in records if not self.contains(record.digest)], level)
+
+    def prepare(self, records: Sequence[Record]) -> tuple[Callable[[WriteTransaction], None], int]:
+        """Return what stores records inside of a transaction, and about how many bytes it adds; see `store`."""
         records = [sealed(self._environment.cipher, record) for record in records]
         infos = [self._new_info(record) for record in records]
-        nbytes = sum(
-            padded_nbytes(info.stored_nbytes)
-            for record, info in zip(records, infos, strict=True)
-            if not self.contains(record.digest)
-        )
 
         def operation(txn: WriteTransaction) -> None:
             self._put_all(txn, records, infos)
 
-        return self._environment.submit(operation, level=level, nbytes=nbytes)
+        return operation, sum(padded_nbytes(info.stored_nbytes) for info in infos)
+
+    def rise(self, record: Record) -> Future[None]:
+        """Queue the record of a block that may be below alone, to be written here again.
+
+        Raises:
+            StorageFullError: The disk budget has no room for it.
+            ReadOnlyError: The store cannot be written.
+        """
+        return self._store([record], [record], Level.RELAXED)
+
+    def know(self, txn: WriteTransaction, metas: Iterable[RecordMeta]) -> None:
+        """Take note of blocks that a durable tier below holds, by what their records say of themselves.
+
+        They can be named and found from then on; whoever loads one verifies what comes.
+        """
+        before = after = self._index.sum_to_change(txn)
+        added: list[tuple[BlockDigest, BlockInfo]] = []
+        for meta in metas:
+            if txn.get(Table.BINDEX, meta.digest) is None:
+                info = _info_below(meta, after.next_id, self._clock())
+                txn.put(Table.BINDEX, meta.digest, info.pack())
+                self._put_chain(txn, meta)
+                after = after.with_block(info)
+                added.append((meta.digest, info))
+        if added:
+            after.put(txn)
+            txn.on_commit(lambda: self._index.note(before, after, added=added))
+
+    def sink(self, txn: WriteTransaction, digests: Iterable[BlockDigest]) -> int:
+        """Let go of the records of blocks that a durable tier below holds; return the bytes of records removed.
+
+        The blocks stay known, with all their names: whoever loads one is told that it is not here.
+        """
+        before = after = self._index.sum_to_change(txn)
+        for digest in digests:
+            info = self._readable(txn, digest)
+            if info is not None and not info.is_below:
+                delete_chunks(txn, info)
+                txn.put(Table.BINDEX, digest, info.sunk().pack())
+                after = after.with_sunk(info)
+        if after != before:
+            after.put(txn)
+            txn.on_commit(lambda: self._index.note(before, after))
+        return before.totals.stored_nbytes - after.totals.stored_nbytes
 
     def put_record(self, data: bytes, *, level: Level = Level.DURABLE) -> Future[None]:
         """Store a record that came from elsewhere, after decoding and verifying all of it.
@@ -110,63 +149,6 @@ class DiskTier:
             FormatVersionError: They were written in a format that this version does not read.
         """
         return self.store([verified(data)], level=level)
-
-    # ---- out
-
-    def load(self, digest: BlockDigest, out: Sequence[Tensor]) -> RecordMeta:
-        """Decode a block into `out`, one `[L, H, T, D]` per section with any strides, and verify every byte.
-
-        Raises:
-            NotFoundError: The block is not stored.
-            CorruptionError: Its bytes are damaged; `out` is undefined.
-            SpecMismatchError: `out` has another geometry.
-        """
-        meta = record_format.unpack(self._join_into_scratch(digest), out)
-        other = _other(digest, meta)
-        if other is not None:
-            raise other
-        return meta
-
-    def load_many(self, digests: Sequence[BlockDigest], outs: Sequence[Sequence[Tensor]]) -> list[AgentMemError | None]:
-        """Decode several blocks as `load` does each; return None for each that is good, else why it is not.
-
-        Small blocks are decoded together, in less time.
-        """
-        outcomes: list[AgentMemError | None] = [None] * len(digests)
-        found: list[tuple[int, memoryview]] = []
-        for number, digest in enumerate(digests):
-            try:
-                found.append((number, self._join_into_scratch(digest, number)))
-            except (NotFoundError, CorruptionError) as error:
-                outcomes[number] = error
-        results = record_format.unpack_many([data for _, data in found], [outs[number] for number, _ in found])
-        for (number, _), result in zip(found, results, strict=True):
-            outcomes[number] = result if isinstance(result, AgentMemError) else _other(digests[number], result)
-        return outcomes
-
-    def raw_nbytes(self, digest: BlockDigest) -> int:
-        """Return the bytes of a block's KV.
-
-        Raises:
-            NotFoundError: The block is not stored.
-            CorruptionError: Its index row is damaged.
-        """
-        with self._environment.read() as txn:
-            return self._require(txn, digest).raw_nbytes
-
-    def load_record(self, digest: BlockDigest) -> bytes:
-        """Return a block's record as it is stored, with its checksum verified but nothing decoded.
-
-        Raises:
-            NotFoundError: The block is not stored.
-            CorruptionError: Its bytes are damaged.
-        """
-        with self._environment.read() as txn:
-            data = joined(txn, digest, self._require(txn, digest))
-        record = opened(self._environment.cipher, digest, memoryview(data))
-        if record_format.read_meta(record).digest != digest:
-            raise CorruptionError(f"block {digest.hex()}: the store holds another block in its place")
-        return bytes(record)
 
     # ---- references, inside a catalog's transaction
 
@@ -197,11 +179,6 @@ class DiskTier:
                 self._put_info(txn, digest, replace(info, refs=info.refs - 1))
             elif info.is_counted:
                 raise CorruptionError(f"block {digest.hex()} is named more often than counted; run `agentmem check`")
-
-    def iter_index(self, txn: ReadTransaction) -> Iterator[tuple[BlockDigest, BlockInfo | CorruptionError]]:
-        """Yield every block in the order of digests; one whose row is damaged comes with the error."""
-        for key, value in txn.scan_each(Table.BINDEX):
-            yield BlockDigest(key), value if isinstance(value, CorruptionError) else BlockInfo.unpack(value, key)
 
     def remove_unreferenced(
         self,
@@ -260,6 +237,12 @@ class DiskTier:
 
     # ---- within
 
+    def _store(self, records: Sequence[Record], new: Sequence[Record], level: Level) -> Future[None]:
+        """Queue records, of which those that are `new` take room."""
+        operation, _ = self.prepare(records)
+        nbytes = sum(padded_nbytes(len(record.data)) for record in new)
+        return self._environment.submit(operation, level=level, nbytes=nbytes)
+
     def _new_info(self, record: Record) -> BlockInfo:
         """Describe a record, in the thread that stores it; its id is given by the writer."""
         if len(record.data) > MAX_RECORD_NBYTES:
@@ -311,11 +294,13 @@ class DiskTier:
             info = replace(info, is_counted=False)
         txn.put_raw(Table.BLOCKS, list(chunks(info.block_id, record.data)))
         txn.put(Table.BINDEX, record.digest, info.pack())
-        is_healed = self._put_chain(txn, record) or old is not None or is_lost
+        is_healed = self._put_chain(txn, record) or (old is not None and not old.is_below) or is_lost
         return info, before.with_block(info, is_lost=is_lost, old=old), is_healed
 
     def _is_whole(self, txn: WriteTransaction, digest: BlockDigest, info: BlockInfo) -> bool:
-        """Tell whether a block that is stored again is stored as it was written: whoever has it anew heals it."""
+        """Tell whether a block that is stored again is here as it was written: whoever has it anew heals it."""
+        if info.is_below:
+            return False
         try:
             joined(txn, digest, info)
         except CorruptionError as error:
@@ -323,7 +308,7 @@ class DiskTier:
             return False
         return not self._index.is_damaged(digest)
 
-    def _put_chain(self, txn: WriteTransaction, record: Record) -> bool:
+    def _put_chain(self, txn: WriteTransaction, record: Record | RecordMeta) -> bool:
         """Name the block for its tokens, unless another sound one has that name; say whether a damaged one had it."""
         try:
             digest = txn.get(Table.CHAIN, record.block_hash)
@@ -361,34 +346,19 @@ class DiskTier:
         if is_chained:
             txn.delete(Table.CHAIN, info.block_hash)
 
-    def _require(self, txn: ReadTransaction, digest: BlockDigest) -> BlockInfo:
-        info = read_info(txn, digest)
-        if info is None:
-            raise NotFoundError(f"block {digest.hex()} is not on disk")
-        return info
 
-    def _readable(self, txn: ReadTransaction, digest: BlockDigest) -> BlockInfo | None:
-        try:
-            return read_info(txn, digest)
-        except CorruptionError as error:
-            logger.warning("%s", error)
-            return None
-
-    def _join_into_scratch(self, digest: BlockDigest, place: int = 0) -> memoryview:
-        """Return a block's record in a buffer of this thread, valid until its next call with the same `place`."""
-        buffers: dict[int, bytearray] = self._scratch.__dict__.setdefault("buffers", {})
-        with self._environment.read() as txn:
-            info = self._require(txn, digest)
-            buffer = buffers.get(place)
-            if buffer is None or len(buffer) < info.stored_nbytes:
-                buffer = buffers[place] = bytearray(1 << (info.stored_nbytes - 1).bit_length())
-            data = memoryview(buffer)[: info.stored_nbytes]
-            join(txn, digest, info, data)
-        return opened(self._environment.cipher, digest, data)
-
-
-def _other(digest: BlockDigest, meta: RecordMeta) -> CorruptionError | None:
-    """Say so when a record is another block than the one that was asked for."""
-    if meta.digest == digest:
-        return None
-    return CorruptionError(f"block {digest.hex()}: the store holds block {meta.digest.hex()} in its place")
+def _info_below(meta: RecordMeta, block_id: BlockId, now_s: float) -> BlockInfo:
+    """Return the row of a block that is only known by what its record, which is below, says of itself."""
+    codecs = [section.codec_id for section in meta.sections]
+    return BlockInfo(
+        block_id=block_id,
+        refs=0,
+        raw_nbytes=meta.raw_nbytes,
+        stored_nbytes=0,
+        codec=codecs[0] if codecs else CodecId.RAW,
+        num_tokens=meta.num_tokens,
+        last_use_s=int(now_s),
+        block_hash=meta.block_hash,
+        checksum=bytes(16),
+        shard=BELOW,
+    )

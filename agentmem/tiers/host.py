@@ -6,6 +6,7 @@ Every block here is on disk too, or on its way there: dropping one loses nothing
 import contextlib
 import math
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
@@ -21,12 +22,14 @@ class HostTier:
 
     name = "host"
 
-    def __init__(self, budget_nbytes: int, *, is_pinned: bool = False) -> None:
+    def __init__(self, budget_nbytes: int, *, is_pinned: bool = False, clock: Callable[[], float] = time.time) -> None:
         """Hold at most `budget_nbytes`; `is_pinned` allocates page-locked memory for copies to and from a GPU."""
         self.budget_nbytes = budget_nbytes
         self._is_pinned = is_pinned
         self._lock = threading.Lock()
+        self._clock = clock
         self._blocks: OrderedDict[BlockDigest, list[Tensor]] = OrderedDict()
+        self._used_s: dict[BlockDigest, float] = {}
         self._nbytes = 0
 
     @property
@@ -80,6 +83,7 @@ class HostTier:
         with self._lock:
             self._drop(digest)
             self._blocks[digest] = tensors
+            self._use(digest)
         return True
 
     @contextlib.contextmanager
@@ -102,7 +106,7 @@ class HostTier:
             sections = self._blocks.get(digest)
             if sections is None:
                 return False
-            self._blocks.move_to_end(digest)
+            self._use(digest)
         for source, target in zip(sections, out, strict=True):
             target.copy_(source, non_blocking=True)
         return True
@@ -113,7 +117,7 @@ class HostTier:
             sections = self._blocks.get(digest)
             if sections is None:
                 return None
-            self._blocks.move_to_end(digest)
+            self._use(digest)
         return [section.clone() for section in sections]
 
     def remove(self, digest: BlockDigest) -> None:
@@ -126,6 +130,15 @@ class HostTier:
         with self._lock:
             for digest in list(self._blocks):
                 self._drop(digest)
+
+    def idle(self, before_s: float) -> list[BlockDigest]:
+        """Return the blocks that were used last before `before_s`, by the clock."""
+        with self._lock:
+            return [digest for digest in self._blocks if self._used_s[digest] < before_s]
+
+    def _use(self, digest: BlockDigest) -> None:
+        self._blocks.move_to_end(digest)
+        self._used_s[digest] = self._clock()
 
     def _set_aside(self, nbytes: int) -> bool:
         """Count bytes before they are allocated; False when the budget has no room for them."""
@@ -146,4 +159,4 @@ class HostTier:
         if sections is not None:
             nbytes = sum(section.nbytes for section in sections)
             self._nbytes -= nbytes
-            del self._blocks[digest]
+            del self._blocks[digest], self._used_s[digest]

@@ -47,14 +47,7 @@ def verified(data: bytes) -> Record:
         raise CorruptionError(f"block {short(meta.digest)} claims {meta.raw_nbytes:,} bytes of KV; none is so large")
     dtype = getattr(torch, meta.dtype)
     record_format.unpack(data, [torch.empty(section.shape, dtype=dtype) for section in meta.sections])
-    return Record(
-        digest=meta.digest,
-        block_hash=meta.block_hash,
-        data=bytes(data),
-        raw_nbytes=meta.raw_nbytes,
-        num_tokens=meta.num_tokens,
-        codec_ids=tuple(section.codec_id for section in meta.sections),
-    )
+    return Record.of(meta, bytes(data))
 
 
 def opened(cipher: Cipher | None, digest: BlockDigest, stored: memoryview) -> memoryview:

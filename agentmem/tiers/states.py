@@ -17,6 +17,7 @@ from agentmem.errors import CorruptionError, NotFoundError
 from agentmem.ids import BlockDigest, BlockHash
 from agentmem.kv import record as record_format
 from agentmem.kv.hashing import part_hash
+from agentmem.kv.record import Record
 from agentmem.kv.spec import KVSpec
 from agentmem.stats import Counters
 from agentmem.tiers.device import DeviceTier
@@ -144,20 +145,27 @@ class StateStore:
         if state.name is None or state.tensors is None or (state.digests is not None and state.failure is None):
             return
         state.stored = []
-        digests = []
-        for part, tensors in enumerate(self._parts(state.tensors)):
-            record = record_format.pack(
+        packed = self.pack(state)
+        for record in packed:
+            state.stored.append(self._disk.store([record]))
+            self._counters.add("device_to_disk_nbytes", record.raw_nbytes)
+        state.digests = tuple(record.digest for record in packed)
+        self._counters.add("states_saved")
+
+    def pack(self, state: LayerState) -> list[Record]:
+        """Return the records of a named state that is on the device; none for any other."""
+        if state.name is None or state.tensors is None:
+            return []
+        return [
+            record_format.pack(
                 [self._section(tensor) for tensor in tensors],
                 block_hash=part_hash(state.name, part),
                 fingerprint=self._identity.fingerprint,
                 start=state.position,
                 codec=self._codec,
             )
-            digests.append(record.digest)
-            state.stored.append(self._disk.store([record]))
-            self._counters.add("device_to_disk_nbytes", record.raw_nbytes)
-        state.digests = tuple(digests)
-        self._counters.add("states_saved")
+            for part, tensors in enumerate(self._parts(state.tensors))
+        ]
 
     def load(self, state: LayerState) -> tuple[list[Tensor], str]:
         """Return the state's tensors on the device, and the tier that had them. Nobody may write to them.

@@ -5,7 +5,7 @@ that logits are bit-identical to it. Sliding layers keep all tokens and show a w
 anywhere. Layer states are handed over as a whole, before and after each pass.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class CurrentPass:
         is_running: Whether the model is between begin and commit.
     """
 
-    __slots__ = ("is_running", "layers", "num_kept", "num_tokens", "position", "states")
+    __slots__ = ("_wait", "is_running", "layers", "num_kept", "num_tokens", "position", "states")
 
     def __init__(self, position: int) -> None:
         """Stand at `position`, with no pass running."""
@@ -38,12 +38,19 @@ class CurrentPass:
         self.num_tokens = 0
         self.num_kept = 0
         self.is_running = False
+        self._wait: Callable[[int], None] | None = None
 
     def start(self, begun: Pass, position: int, num_tokens: int) -> None:
         """Begin a pass over `num_tokens` tokens from `position` on."""
         self.layers, self.states = begun.layers, begun.states
         self.position, self.num_tokens, self.num_kept = position, num_tokens, begun.num_kept
+        self._wait = begun.wait
         self.is_running = True
+
+    def wait(self, index: int) -> None:
+        """Wait until what layer `index` holds of earlier tokens is there."""
+        if self._wait is not None:
+            self._wait(index)
 
     def check_running(self) -> None:
         """Refuse to read or write outside of a pass.
@@ -104,6 +111,7 @@ class BranchLayer(DynamicLayer):
         _check_fits(value_states, values, current.num_tokens)
         _write(key_states, keys, current)
         _write(value_states, values, current)
+        current.wait(self._index)
         self._has_written = True
         first, stop = self._first_visible(current.position), current.position + current.num_tokens
         return keys.narrow(2, first, stop - first), values.narrow(2, first, stop - first)
@@ -188,6 +196,7 @@ class BranchIndexedLayer(BranchLayer):
         keys, states = current.layers[self._indexer][0], indexer_key_states.unsqueeze(1)
         _check_fits(states, keys, current.num_tokens)
         _write(states, keys, current)
+        current.wait(self._indexer)
         self._has_indexed = True
         return keys.narrow(2, 0, current.position + current.num_tokens).squeeze(1)
 

@@ -20,7 +20,12 @@ def serve_tasks(tasks: Mapping[str, Callable[..., object]]) -> None:
     """Be a zygote whose workers do the task that they are told the name of; each gets a tiny Llama in fp32 first."""
     torch.set_num_threads(1)  # no threads in the zygote: a forked child would wait for them for ever
     model = tiny_model("llama")
-    serve(lambda name, *arguments: tasks[name](model, *arguments))
+
+    def work(name: str, *arguments: object) -> object:
+        torch.set_num_threads(1)  # makes the pool of the forked child, before two threads of it do so at once
+        return tasks[name](model, *arguments)
+
+    serve(work)
 
 
 def make_store(open_store: Callable[[], Store], folder: Path, num_acts: int) -> None:
