@@ -4,7 +4,7 @@ Nothing here runs the model: what cannot be had becomes pending, and the reason 
 """
 
 from abc import abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from agentmem.errors import CorruptionError, NotFoundError, ReadOnlyError, SpecMismatchError, StorageFullError
 from agentmem.ids import BlockDigest, BlockHash
@@ -256,18 +256,17 @@ class Restoring(Prefix):
 
     def _match(self, limit: int) -> list[SealedBlock]:
         """Return the stored blocks that continue the computed tokens, up to position `limit`."""
+        first = self.num_computed - self.num_computed % self.spec.block_size
+        return self._runtime.blocks.find_run(self._names_after(first, limit), first)
+
+    def _names_after(self, start: int, limit: int) -> Iterator[BlockHash]:
+        """Yield the names of the whole blocks of [start, limit), as they are asked for."""
         block_size = self.spec.block_size
-        start = self.num_computed - self.num_computed % block_size
         parent = self.parent_name(start)
-        found: list[SealedBlock] = []
         while start + block_size <= limit:
             parent = self.block_name(start, start + block_size, parent)
-            block = self._runtime.blocks.find(parent, start, start + block_size)
-            if block is None:
-                break
-            found.append(block)
+            yield parent
             start += block_size
-        return found
 
     def _match_state(self, found: list[SealedBlock], limit: int) -> LayerState | None:
         """Return the last layer state, up to `limit`, that follows the tokens and whose KV is stored too."""

@@ -234,3 +234,20 @@ def test_offload_needs_a_lake(llama, store_path):
 
         with pytest.raises(agentmem.NotFoundError, match=r"Config\.lake"):
             store.offload("s")
+
+
+def test_what_one_machine_computed_another_finds_in_the_pool(far_pool, llama, tmp_path):
+    config = agentmem.Config(block_size=16, pool=far_pool.store.config.pool)
+    with agentmem.open(tmp_path / "elsewhere", model=llama, config=config) as store:
+        for _ in range(60):
+            store._runtime.blocks.lower.rates.note(PREFILL, 20, 1.0)
+            store._runtime.blocks.lower.rates.note("pool", 10**9, 1.0)
+        session = store.create("another")
+        session.append(TOKENS)
+        found = session.forward(MORE)
+
+        assert session.report.from_tier == {"pool": 288}
+        assert session.report.num_computed == 300 - 288 + 3
+        with torch.no_grad():
+            cold = llama(input_ids=torch.tensor([TOKENS + MORE])).logits[0, -3:]
+        assert torch.allclose(found, cold, atol=1e-4)

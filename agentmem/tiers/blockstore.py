@@ -4,10 +4,11 @@ Knows blocks by their two names and runs of tokens on the device; knows nothing 
 """
 
 import contextlib
+import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -37,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 LOAD_TASK_NBYTES = 6 << 20
 """KV per task of a parallel load, decoded together: less does not scale over threads (docs/benchmarks.md)."""
+
+_FOUND_AT_ONCE = 64
+"""Blocks that a tier below is asked for by their tokens at once."""
 
 _UNAVAILABLE = (NotFoundError, StorageFullError, ReadOnlyError)
 """Why a block cannot be had although nothing is damaged: it is gone, or it could not be saved for others to load."""
@@ -102,6 +106,26 @@ class BlockStore:
             return block
         digest = self.disk.find(block_hash)
         return None if digest is None else SealedBlock(block_hash, start, stop, digest)
+
+    def find_run(self, names: Iterable[BlockHash], start: int) -> list[SealedBlock]:
+        """Return the leading blocks of a run of whole blocks from `start` on, as far as anybody has computed them.
+
+        The tiers below the disk are asked for many at once, when nearer ones know no more.
+        """
+        size, found, left = self.spec.block_size, list[SealedBlock](), iter(names)
+        for name in left:
+            block = self.find(name, start + len(found) * size, start + (len(found) + 1) * size)
+            if block is None:
+                left = itertools.chain((name,), left)
+                break
+            found.append(block)
+        while self.lower.tiers and (batch := list(itertools.islice(left, _FOUND_AT_ONCE))):
+            for name, digest in zip(batch, self.lower.find_many(batch), strict=True):
+                if digest is None:
+                    return found
+                at = start + len(found) * size
+                found.append(SealedBlock(name, at, at + size, digest))
+        return found
 
     def save(self, blocks: Sequence[SealedBlock]) -> None:
         """Hand the blocks to the disk's writer, in this thread where the mover has not done so.

@@ -74,17 +74,19 @@ class LowerTiers:
             logger.warning("blocks of tier %s are not loaded by layers: %s", name, error)
         return None
 
-    def find(self, name: BlockHash) -> BlockDigest | None:
-        """Return a block of these tokens that some tier holds, computed by whomever, or None."""
+    def find_many(self, names: Sequence[BlockHash]) -> list[BlockDigest | None]:
+        """Return for each token name a block of those tokens that some tier holds, computed by whomever, or None."""
+        found: list[BlockDigest | None] = [None] * len(names)
         for tier in self.tiers:
+            left = [index for index, digest in enumerate(found) if digest is None]
             try:
-                digest = tier.find_many([name])[0]
+                digests = tier.find_many([names[index] for index in left]) if left else []
             except TierUnavailableError as error:
                 self._note_failure(tier, error)
                 continue
-            if digest is not None:
-                return digest
-        return None
+            for index, digest in zip(left, digests, strict=True):
+                found[index] = digest
+        return found
 
     def holders(self, digests: Sequence[BlockDigest]) -> list[str]:
         """Return for each block the nearest tier that holds it, "" where none does."""
