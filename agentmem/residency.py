@@ -21,7 +21,7 @@ from agentmem.lake.lake import Lake
 from agentmem.offload import pull, push
 from agentmem.runtime import Runtime
 from agentmem.session import Session
-from agentmem.sinking import SinkReport, idle_blocks, idle_sessions, sink
+from agentmem.sinking import SinkReport, idle_blocks, idle_sessions, named_blocks, sink
 from agentmem.tiers.remote import RecordTier
 from agentmem.tree.catalog import Catalog
 
@@ -120,6 +120,29 @@ class Sinker:
         except NotFoundError:
             return False
         return True
+
+    def forget(self, name: str) -> None:
+        """Remove what the tiers below have of a session, and no other session of the store names.
+
+        In a lake the session is removed by its name, with all versions; what lay in segments is its collector's.
+
+        Raises:
+            NotFoundError: There is no such session.
+            TierUnavailableError: A tier does not answer: what it has is not removed.
+        """
+        lower = self._runtime.blocks.lower
+        if not lower.tiers:
+            return
+        with self._environment.read() as txn:
+            session_id = self._catalog.find_session(txn, name).session_id
+            others = [each.session_id for each in self._catalog.sessions(txn, []) if each.session_id != session_id]
+            shared = set(named_blocks(txn, others))
+            digests = [digest for digest in named_blocks(txn, [session_id]) if digest not in shared]
+        for tier in lower.tiers:
+            if isinstance(tier, Lake):
+                with contextlib.suppress(NotFoundError):
+                    tier.remove(name)
+            tier.remove_many(digests)
 
     # -- inside
 

@@ -58,13 +58,18 @@ def idle_sessions(
 
 def idle_blocks(txn: ReadTransaction, session_ids: Iterable[SessionId]) -> list[BlockDigest]:
     """Return the blocks that checkpoints of sessions name and that are on disk."""
+    return [digest for digest in named_blocks(txn, session_ids) if _is_here(txn, digest)]
+
+
+def named_blocks(txn: ReadTransaction, session_ids: Iterable[SessionId]) -> list[BlockDigest]:
+    """Return the blocks that checkpoints of sessions name, wherever they are."""
     found: dict[BlockDigest, None] = {}
     for session_id in session_ids:
         for _, checkpoint in nodes.each(txn, session_id):
             if isinstance(checkpoint, Checkpoint):
                 tail = (checkpoint.tail,) if checkpoint.tail is not None else ()
                 found.update((block.digest, None) for block in (*checkpoint.blocks, *tail))
-    return [digest for digest in found if _is_here(txn, digest)]
+    return list(found)
 
 
 def sink(environment: Environment, disk: DiskTier, tier: RecordTier, digests: Sequence[BlockDigest]) -> SinkReport:

@@ -175,6 +175,7 @@ class Store(StoreView):
         Raises:
             NotFoundError: There is none of that name.
             SessionLeasedError: Another handle writes to it.
+            TierUnavailableError: A pool or lake does not answer; the session is still here.
         """
         with self._lock:
             self._check_open()
@@ -183,6 +184,7 @@ class Store(StoreView):
                 with contextlib.suppress(StorageFullError):  # what is forgotten need not be saved
                     self._close_session(session)
             self._runtime.blocks.flush()
+            self._sinker.forget(name)  # first: who cannot be reached is asked again by another `forget`
             report = self._upkeep.forget(name)
             self._runtime.blocks.host.clear()
             return report

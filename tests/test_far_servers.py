@@ -251,3 +251,28 @@ def test_what_one_machine_computed_another_finds_in_the_pool(far_pool, llama, tm
         with torch.no_grad():
             cold = llama(input_ids=torch.tensor([TOKENS + MORE])).logits[0, -3:]
         assert torch.allclose(found, cold, atol=1e-4)
+
+
+def test_what_is_forgotten_leaves_pool_and_lake_too(far):
+    session = far.store.resume("s", lazy=True)
+    digests = [block.digest for block in session.active._entry.state.saved_blocks()]
+    [tier] = far.blocks.lower.tiers
+    assert all(tier.contains_many(digests))
+
+    far.store.forget("s")
+
+    if far.name == "pool":
+        assert not any(tier.contains_many(digests))
+    else:
+        assert tier.names() == []
+    with pytest.raises(agentmem.NotFoundError):
+        far.store.resume("s")
+
+
+def test_a_session_is_not_forgotten_in_part(far):
+    far.proxy.close()
+
+    with pytest.raises(agentmem.TierUnavailableError):
+        far.store.forget("s")
+
+    assert [record.name for record in far.store.sessions()] == ["s"]

@@ -176,7 +176,12 @@ def test_what_was_lost_is_summed_and_its_reasons_come_in_the_order_in_which_they
 
 def test_in_a_terminal_it_goes_on_until_ctrl_c_and_leaves_the_last_look_behind(served):
     terminal, side = pty.openpty()
-    words = [sys.executable, "-m", "agentmem", "top", served.metrics_url, "--interval", "0.1"]
+    # Whoever runs the tests in the background may have them ignore Ctrl-C.
+    script = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from agentmem.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    words = [sys.executable, "-c", script, "top", served.metrics_url, "--interval", "0.1"]
     process = subprocess.Popen(
         words, stdin=side, stdout=side, stderr=subprocess.PIPE, env={**os.environ, "TERM": "xterm"}
     )
@@ -188,7 +193,7 @@ def test_in_a_terminal_it_goes_on_until_ctrl_c_and_leaves_the_last_look_behind(s
 
     process.send_signal(signal.SIGINT)
     rest = b""
-    while True:
+    while time.monotonic() < deadline + 60 and select.select([terminal], [], [], 60.0)[0]:
         try:
             rest += os.read(terminal, 1 << 16)
         except OSError:  # nobody has the other side any more
