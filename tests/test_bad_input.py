@@ -288,7 +288,7 @@ def test_a_cut_off_data_file_is_corruption_and_not_a_crash(stored):
     assert stored.is_untouched()
 
 
-@pytest.mark.parametrize(("version", "min_reader"), [(99, 99), (4, 4), (2, 2), (1, 1)])
+@pytest.mark.parametrize(("version", "min_reader"), [(99, 99), (5, 5), (3, 3), (2, 2), (1, 1)])
 def test_a_store_of_another_format_is_refused_by_version(stored, version, min_reader):
     stored.store.close()
     with Environment.open(stored.path) as environment:
