@@ -82,6 +82,7 @@ class Config:
             of what was stored with this one.
         device_budget_nbytes: Most bytes of KV on the model's device, over all sessions. None: no limit.
         host_budget_nbytes: Most bytes of KV kept raw in RAM for branches that left the device.
+        host_policy: Who leaves host memory first: "lru", "slru" or "arc". For agents LRU is best (docs/simulation.md).
         disk_budget_nbytes: Most bytes that this handle lets the data file have in use: blocks, states, media, tokens,
             metadata and LMDB's own trees. When it is short, what was dropped goes at once. None: no limit.
         codec: How blocks are stored on disk: "lossless" (nib) or "raw". Either is bit-exact.
@@ -108,6 +109,7 @@ class Config:
     block_size: int = 64
     device_budget_nbytes: int | None = None
     host_budget_nbytes: int = 1 * GIB
+    host_policy: str = "lru"
     disk_budget_nbytes: int | None = None
     codec: str = "lossless"
     salt: bytes = field(default=b"", repr=False)
@@ -134,6 +136,7 @@ class Config:
         _require(self.num_threads >= 1, "num_threads", self.num_threads, "at least 1")
         _require(self.prefill_chunk_tokens >= 1, "prefill_chunk_tokens", self.prefill_chunk_tokens, "at least 1")
         _require(self.host_budget_nbytes >= 0, "host_budget_nbytes", self.host_budget_nbytes, "0 or more")
+        _require(self.host_policy in {"lru", "slru", "arc"}, "host_policy", self.host_policy, "'lru', 'slru' or 'arc'")
         _require(self.gc_grace_s >= 0, "gc_grace_s", self.gc_grace_s, "0 or more seconds")
         _require(self.lease_s > 0, "lease_s", self.lease_s, "more than 0 seconds")
         _require(self.disk_reserve_nbytes >= 0, "disk_reserve_nbytes", self.disk_reserve_nbytes, "0 or more")

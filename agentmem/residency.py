@@ -121,6 +121,12 @@ class Sinker:
             return False
         return True
 
+    def relieve(self, missing_nbytes: int) -> None:
+        """Let sessions sink that nobody has open, the longest unused first, until about `missing_nbytes` are free."""
+        tier = self._runtime.blocks.lower.durable_or_none()
+        if tier is not None:
+            self._sink_idle(tier, math.inf, missing_nbytes, SweepReport())
+
     def forget(self, name: str) -> None:
         """Remove what the tiers below have of a session, and no other session of the store names.
 
@@ -182,19 +188,23 @@ class Sinker:
         return count
 
     def _leave_disk(self, before_s: float, report: SweepReport) -> None:
-        """Let sessions sink that nobody has opened since, but for what others need that somebody has."""
+        """Let sessions sink that nobody has opened since."""
         tier = self._runtime.blocks.lower.durable_or_none()
-        if tier is None:
-            return
+        if tier is not None:
+            self._sink_idle(tier, before_s, math.inf, report)
+
+    def _sink_idle(self, tier: RecordTier, before_s: float, most_nbytes: float, report: SweepReport) -> None:
+        """Let idle sessions sink, but for what sessions need that somebody has open or has used since."""
         opened = {session.ledger.record.session_id for session in self._open_sessions()}
         with self._environment.read() as txn:
             idle, busy = idle_sessions(txn, self._catalog, self._environment, before_s, opened)
             needed = set(idle_blocks(txn, busy))
             work = [(record.name, idle_blocks(txn, [record.session_id])) for record in idle]
         for name, digests in work:
-            sinking = [digest for digest in digests if digest not in needed]
+            if report.nbytes >= most_nbytes:
+                break
             try:
-                report.add(name, self._sink(name, tier, sinking))
+                report.add(name, self._sink(name, tier, [digest for digest in digests if digest not in needed]))
             except AgentMemError as error:
                 logger.warning("session %s stays on disk (%s): %s", name, error.reason, error)
 

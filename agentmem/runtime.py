@@ -64,7 +64,9 @@ def make_runtime(
     counters = Counters()
     identity = Identity(adapter.look(), config.salt)
     device = DeviceTier(adapter.spec, adapter.device, config.device_budget_nbytes)
-    host = HostTier(config.host_budget_nbytes, is_pinned=adapter.device.type == "cuda", clock=clock)
+    host = HostTier(
+        config.host_budget_nbytes, is_pinned=adapter.device.type == "cuda", policy=config.host_policy, clock=clock
+    )
     device.bounce = host.lend
     disk = DiskTier(environment, clock=clock)
     blocks = BlockStore(

@@ -45,7 +45,10 @@ class SinkReport:
 def idle_sessions(
     txn: ReadTransaction, catalog: Catalog, environment: Environment, before_s: float, opened: Collection[SessionId]
 ) -> tuple[list[SessionRecord], list[SessionId]]:
-    """Return the sessions that nobody has open and that were used last before `before_s`, and the ids of the others."""
+    """Return the sessions that nobody has open and that were used last before `before_s`, and the ids of the others.
+
+    The one that was not used for the longest time comes first.
+    """
     leased = leased_by_others(txn, environment) | set(opened)
     idle: list[SessionRecord] = []
     busy: list[SessionId] = []
@@ -53,7 +56,7 @@ def idle_sessions(
         is_idle = record.updated_s <= before_s and record.session_id not in leased
         idle += [record] if is_idle else []
         busy += [] if is_idle else [record.session_id]
-    return idle, busy
+    return sorted(idle, key=lambda record: record.updated_s), busy
 
 
 def idle_blocks(txn: ReadTransaction, session_ids: Iterable[SessionId]) -> list[BlockDigest]:

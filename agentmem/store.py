@@ -61,7 +61,7 @@ class Store(StoreView):
         self._upkeep = Upkeep(environment, self.catalog, self._runtime.blocks.disk, self._open_sessions)
         with environment.read() as txn:
             environment.quota.hold(config.disk_budget_nbytes, txn)
-        environment.quota.make_room = self._upkeep.relieve
+        environment.quota.make_room = self._relieve
         self._sinker = Sinker(self._runtime, environment, self.catalog, self._open_sessions, clock)
         self._opener = Opener(self._runtime, environment, self.catalog)
         self._sessions: dict[str, Session] = {}
@@ -322,6 +322,14 @@ class Store(StoreView):
             if not self._sinker.fetch(name):
                 raise
         return self._opener.resume(name)
+
+    def _relieve(self, missing_nbytes: int) -> None:
+        """Make room on disk: what was dropped goes first, then sessions that nobody has open sink to the lake."""
+        before = self.environment.live_nbytes
+        self._upkeep.relieve(missing_nbytes)
+        freed_nbytes = before - self.environment.live_nbytes
+        if freed_nbytes < missing_nbytes:
+            self._sinker.relieve(missing_nbytes - freed_nbytes)
 
     def _close_session(self, session: Session) -> None:
         """Close a session, also one that another handle took over: nothing more can be saved of it."""

@@ -276,3 +276,38 @@ def test_a_prefetch_brings_kv_to_host_memory_and_may_be_cancelled(tiers):
     cancelled = session.prefetch()
     cancelled.cancel()
     assert cancelled.wait(20) == 0
+
+
+def test_sessions_that_nobody_has_open_sink_when_the_disk_budget_is_short(llama, store_path):
+    lake = SimTier(bandwidth=FAST, name="lake")
+    config = agentmem.Config(block_size=16, disk_budget_nbytes=3 << 20, codec="raw", host_budget_nbytes=0)
+    with agentmem.open(store_path, model=llama, config=config, tiers=[lake]) as store:
+        for number in range(6):
+            session = store.create(f"s{number}")
+            session.append([(7 * index + number) % 490 + 1 for index in range(500)])
+            session.checkpoint()
+            session.close()
+
+        assert lake.nbytes > 0
+        assert store.stats()["disk_live_nbytes"] <= 3 << 20
+        assert [store.resume(f"s{number}").active.num_tokens for number in range(6)] == [500] * 6
+
+
+@pytest.mark.parametrize("policy", ["lru", "slru", "arc"])
+def test_any_policy_keeps_the_host_budget_and_the_bytes(llama, store_path, policy):
+    config = agentmem.Config(block_size=16, host_budget_nbytes=40_000, host_policy=policy)
+    with agentmem.open(store_path, model=llama, config=config) as store:
+        session = store.create("s")
+        expected = session.forward(TOKENS)
+        for _ in range(3):
+            session.evict("main")
+            assert store.stats()["host_nbytes"] <= 40_000
+            session.switch("main")
+
+        session.rewind(tokens=1)
+        assert torch.allclose(session.forward(TOKENS[-1:]), expected[-1:], atol=1e-4)
+
+
+def test_a_policy_that_nobody_knows_is_refused():
+    with pytest.raises(agentmem.InvalidInputError, match="host_policy"):
+        agentmem.Config(host_policy="mru")

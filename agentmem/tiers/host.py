@@ -1,4 +1,4 @@
-"""The RAM tier: raw KV blocks that left the device, by digest, least recently used out first.
+"""The RAM tier: raw KV blocks that left the device, by digest; who leaves next is a policy's to say.
 
 Every block here is on disk too, or on its way there: dropping one loses nothing.
 """
@@ -7,7 +7,6 @@ import contextlib
 import math
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from agentmem.ids import BlockDigest
 from agentmem.tiers.memory import empty_in_ram
+from agentmem.tiers.policies import Policy, make_policy
 
 
 class HostTier:
@@ -22,13 +22,22 @@ class HostTier:
 
     name = "host"
 
-    def __init__(self, budget_nbytes: int, *, is_pinned: bool = False, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        budget_nbytes: int,
+        *,
+        is_pinned: bool = False,
+        policy: str = "lru",
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         """Hold at most `budget_nbytes`; `is_pinned` allocates page-locked memory for copies to and from a GPU."""
         self.budget_nbytes = budget_nbytes
         self._is_pinned = is_pinned
         self._lock = threading.Lock()
         self._clock = clock
-        self._blocks: OrderedDict[BlockDigest, list[Tensor]] = OrderedDict()
+        self._policy_name = policy
+        self._policy: Policy[BlockDigest] | None = None  # made for as many blocks as fit, once one is known
+        self._blocks: dict[BlockDigest, list[Tensor]] = {}
         self._used_s: dict[BlockDigest, float] = {}
         self._nbytes = 0
 
@@ -52,7 +61,7 @@ class HostTier:
         return None if sections is None else sum(section.nbytes for section in sections)
 
     def store(self, digest: BlockDigest, sections: Sequence[Tensor]) -> bool:
-        """Copy a block in, dropping the least recently used ones first, to keep the budget.
+        """Copy a block in, dropping others first, to keep the budget.
 
         Returns:
             False when the block alone is larger than the budget; nothing is dropped then.
@@ -82,8 +91,10 @@ class HostTier:
             raise
         with self._lock:
             self._drop(digest)
+            self._policy = self._policy or make_policy(self._policy_name, max(1, self.budget_nbytes // max(1, nbytes)))
+            self._policy.admit(digest)
+            self._used_s[digest] = self._clock()
             self._blocks[digest] = tensors
-            self._use(digest)
         return True
 
     @contextlib.contextmanager
@@ -137,16 +148,18 @@ class HostTier:
             return [digest for digest in self._blocks if self._used_s[digest] < before_s]
 
     def _use(self, digest: BlockDigest) -> None:
-        self._blocks.move_to_end(digest)
         self._used_s[digest] = self._clock()
+        if self._policy is not None:
+            self._policy.touch(digest)
 
     def _set_aside(self, nbytes: int) -> bool:
         """Count bytes before they are allocated; False when the budget has no room for them."""
         with self._lock:
             while self._nbytes + nbytes > self.budget_nbytes:
-                if nbytes > self.budget_nbytes or not self._blocks:
+                victim = None if self._policy is None or nbytes > self.budget_nbytes else self._policy.victim(())
+                if victim is None:
                     return False
-                self._drop(next(iter(self._blocks)))
+                self._drop(victim)
             self._nbytes += nbytes
             return True
 
@@ -155,8 +168,8 @@ class HostTier:
             self._nbytes -= nbytes
 
     def _drop(self, digest: BlockDigest) -> None:
-        sections = self._blocks.get(digest)
+        sections = self._blocks.pop(digest, None)
         if sections is not None:
-            nbytes = sum(section.nbytes for section in sections)
-            self._nbytes -= nbytes
-            del self._blocks[digest], self._used_s[digest]
+            self._nbytes -= sum(section.nbytes for section in sections)
+        if self._used_s.pop(digest, None) is not None and self._policy is not None:
+            self._policy.remove(digest)

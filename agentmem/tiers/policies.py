@@ -6,7 +6,7 @@ leaves are always older than what they hang on, and fork points as young as thei
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
@@ -142,12 +142,17 @@ class Arc(Generic[K]):
         return _first(queues[1], kept) if found is None else found
 
 
-POLICIES: dict[str, Callable[[int], Policy[int]]] = {
+POLICIES: dict[str, Callable[[int], Policy[Any]]] = {
     "lru": lambda _: Lru(),
     "slru": Slru,
     "arc": Arc,
 }
 """Makes a policy for so many keys, by its name."""
+
+
+def make_policy(name: str, capacity: int) -> Policy[Any]:
+    """Return the policy called `name`, for about `capacity` keys of any kind."""
+    return POLICIES[name](capacity)
 
 
 def _first(keys: Iterable[K], kept: Collection[K]) -> K | None:
