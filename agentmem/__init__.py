@@ -172,6 +172,8 @@ def open(
     """
     config = config if config is not None else Config()
     if model is None:
+        if tiers:
+            raise InvalidInputError("tiers= are for loading KV onto a model's device: give a model, or leave them out")
         from agentmem._lmdb import Environment
         from agentmem.view import StoreView
 

@@ -295,6 +295,11 @@ def test_every_kind_of_kv_comes_back_from_below(tiny, store_path, family):
         assert torch.allclose(found, cold_logits(tiny(family), [*TOKENS[:100], 5, 6, 7])[-3:], atol=1e-3)
 
 
+def test_tiers_without_a_model_are_refused(sunk):
+    with pytest.raises(agentmem.InvalidInputError, match="give a model"):
+        agentmem.open(sunk.store.path, tiers=[sunk.tier])
+
+
 # -- the choice
 
 
