@@ -205,9 +205,10 @@ class BranchState(Racing):
                 stop = self._pass_stop(self.num_computed, self.num_computed + len(todo) - first)
                 chunk = todo[first : first + stop - self.num_computed]
                 wanted = min(len(chunk), num_logits - (len(todo) - first - len(chunk)))
+                is_telling = len(chunk) >= _MEASURED_TOKENS and self.stream is None  # which a pass may wait for
                 with self._runtime.blocks.lower.rates.measuring(PREFILL) as measured:
                     logits = adapter.forward(feed, chunk, num_logits=max(wanted, 1))
-                    measured.add(len(chunk) if len(chunk) >= _MEASURED_TOKENS else 0)
+                    measured.add(len(chunk) if is_telling else 0)
                 first += len(chunk)
                 if wanted > 0:
                     kept.append(logits)
