@@ -29,7 +29,10 @@ nitpick_ignore_regex = [
     ("py:class", r"agentmem\.(_lmdb|adapter|checkpoints|crowd|explain\.live|ledger|tiers|branch\.BranchOwner).*"),
     # type variables
     ("py:.*", r"agentmem\.(session\.T|editing\.BranchT)"),
-    ("py:class", r"agentmem\.(batch\.batch\.Member|verbs\.Verbs|hinting\.Hinting|config\.Resident|sinking\.SinkReport|kv\.record\.Record)"),
+    (
+        "py:class",
+        r"agentmem\.(batch\.batch\.Member|verbs\.Verbs|hinting\.Hinting|config\.Resident|sinking\.SinkReport|kv\.record\.Record)",
+    ),
     # the protocols that a session and a branch satisfy
     ("py:.*", r"agentmem\.search\.protocols\..*"),
     # a default of <factory> cannot be parsed, so Sphinx cuts the signature at its commas
