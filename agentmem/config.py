@@ -10,6 +10,7 @@ from typing import Protocol
 
 from agentmem._crypto import check_key
 from agentmem.errors import InvalidInputError
+from agentmem.levels import LOSSY_CODECS
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -98,6 +99,9 @@ class Config:
             as when it was stopped. Those of one that died are free at once.
         pool: URL of the pool, tier 3, a server that speaks the Redis protocol: "redis://host:6379/0" (docs/tiers.md).
             It may hold a password, which is never printed. None: no pool.
+        pool_codec: How blocks are kept in the pool: "lossless", or lossily, as "q1" (nearest to exact) to "q4"
+            (smallest); docs/tiers.md says what each costs. What comes back from a lossy pool is approximate, and the
+            report says so.
         lake: URL of the lake, tier 5, as "s3://bucket/prefix", or path of a directory (docs/lake.md); credentials come
             from the environment of the service. None: no lake.
         residency: How long KV that nobody touches stays in each tier. By default it stays until a budget is short.
@@ -120,6 +124,7 @@ class Config:
     num_threads: int = 2
     lease_s: float = 60.0
     pool: str | None = field(default=None, repr=False)
+    pool_codec: str = "lossless"
     lake: str | None = None
     residency: Residency = Residency()
     metrics: str | None = None
@@ -144,6 +149,8 @@ class Config:
         _require(disk is None or disk >= MIB, "disk_budget_nbytes", disk, "1 MiB or more, or None for no limit")
         scheme = None if self.pool is None else self.pool.partition("://")[0] if "://" in self.pool else "no URL"
         _require(scheme in {None, "redis", "rediss", "unix"}, "pool", scheme, "a redis://, rediss:// or unix:// URL")
+        is_known = self.pool_codec in {"lossless", *LOSSY_CODECS}
+        _require(is_known, "pool_codec", self.pool_codec, f"'lossless' or one of {', '.join(LOSSY_CODECS)}")
         is_place = self.lake is None or "://" in self.lake or self.lake.startswith(("/", "."))
         _require(is_place, "lake", self.lake, "a URL, as s3://bucket/prefix, or a path that begins with '/' or '.'")
         is_address = self.metrics is None or _is_address(self.metrics)

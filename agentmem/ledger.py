@@ -17,7 +17,7 @@ from agentmem.ids import CheckpointId, new_checkpoint_id
 from agentmem.kv.hashing import pack_tokens
 from agentmem.kv.record import Record
 from agentmem.leases import Lease
-from agentmem.marks import marks_between
+from agentmem.marks import Marks, marks_between, own_marks
 from agentmem.naming import Naming
 from agentmem.runtime import Runtime
 from agentmem.state import BranchState
@@ -180,7 +180,7 @@ class Ledger:
             num_tokens=len(state.tokens),
             tokens=pack_tokens(state.tokens.slice(parent_length)),
             num_pending=state.num_pending,
-            marks=marks_between(state.marks, parent_length, len(state.tokens)),
+            marks=self._own_marks(entry),
             fingerprint=self._runtime.identity.fingerprint,
             is_auto=True,
             has_kv=False,
@@ -207,7 +207,7 @@ class Ledger:
             parent_id=entry.tip,
             num_tokens=len(entry.state.tokens),
             tokens=pack_tokens(entry.state.tokens.slice(self.tip_length(entry))),
-            marks=marks_between(entry.state.marks, self.tip_length(entry), len(entry.state.tokens)),
+            marks=self._own_marks(entry),
             fingerprint=self._runtime.identity.fingerprint,
             message=message,
             extras=extras,
@@ -232,6 +232,12 @@ class Ledger:
         return 0 if entry.tip is None else self.tree.get(entry.tip).num_tokens
 
     # -- inside
+
+    def _own_marks(self, entry: BranchEntry) -> Marks:
+        """Return the own marks of the branch's next checkpoint."""
+        above = self.tree.lineage(entry.tip) if entry.tip is not None else ()
+        inherited = (mark for checkpoint in above for mark in checkpoint.marks)
+        return own_marks(entry.state.marks, self.tip_length(entry), len(entry.state.tokens), inherited)
 
     def _write_with_kv(self, entry: BranchEntry, fresh: Checkpoint | None) -> list[Checkpoint]:
         """Write `fresh`, the branch's next tip, and the checkpoints up to it that lack KV, with theirs; return them.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from agentmem.ids import BlockDigest, CheckpointId
+from agentmem.levels import LOSSY_CODECS, lossy_digest
 
 _PLACE = struct.Struct("<qq")
 
@@ -23,7 +24,7 @@ class MarkKind(StrEnum):
     ENCODER = "encoder"
     """The inputs of an encoder-decoder model's encoder; stands at position 0 and covers no token."""
     SPLICE = "splice"
-    """The KV was computed elsewhere and moved here: approximate."""
+    """The KV is approximate: an edit moved it here from elsewhere, or it came back from a lossy tier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,8 @@ class Mark:
         digest: Names the content: 32 bytes.
         payload: The stored record of the inputs' bytes; None when there are none.
         inputs: The inputs, in the order of the record's sections.
-        origin: Of a splice: the checkpoint whose KV was moved here, and the position there of the first token.
+        origin: Of a splice that an edit made: the checkpoint whose KV was moved here, and the position there of the
+            first token.
     """
 
     kind: MarkKind
@@ -111,8 +113,56 @@ def without_splices(marks: Marks, start: int) -> Marks:
 
 
 def num_spliced(marks: Marks, stop: int) -> int:
-    """Return how many of the first `stop` tokens have KV that was moved from elsewhere."""
-    return sum(max(min(mark.stop, stop) - mark.start, 0) for mark in marks if mark.kind is MarkKind.SPLICE)
+    """Return how many of the first `stop` tokens have KV that is approximate."""
+    count = reached = 0
+    for mark in sorted((mark for mark in marks if mark.kind is MarkKind.SPLICE), key=lambda mark: mark.start):
+        last = min(mark.stop, stop)
+        count += max(last - max(mark.start, reached), 0)
+        reached = max(reached, last)
+    return count
+
+
+def lossy_mark(start: int, stop: int, codec: str) -> Mark:
+    """Return what says that the KV of the tokens [start, stop) came back from a tier that keeps it lossily."""
+    return Mark(kind=MarkKind.SPLICE, start=start, stop=stop, digest=lossy_digest(codec))
+
+
+def with_lossy(marks: Marks, new: Iterable[Mark]) -> Marks:
+    """Return marks and lossy ones by `start`; of neighbours with one codec one mark is made."""
+    joined: list[Mark] = []
+    for mark in new:
+        last = joined[-1] if joined else None
+        if last is not None and (last.stop, last.digest) == (mark.start, mark.digest):
+            joined[-1] = dataclasses.replace(last, stop=mark.stop)
+        else:
+            joined.append(mark)
+    return by_start((*marks, *(mark for mark in joined if mark not in marks)))
+
+
+def by_start(marks: Iterable[Mark]) -> Marks:
+    """Return marks by `start`, in their order where that is equal."""
+    return tuple(sorted(marks, key=lambda mark: mark.start))
+
+
+def lossy_marks(marks: Marks, stop: int) -> Marks:
+    """Return the marks of KV before `stop` that came back from a lossy tier."""
+    known = {lossy_digest(codec) for codec in LOSSY_CODECS}
+    return tuple(mark for mark in marks if mark.start < stop and mark.digest in known)
+
+
+def own_marks(marks: Marks, start: int, stop: int, inherited: Iterable[Mark]) -> Marks:
+    """Return the own marks of a checkpoint of the tokens [start, stop): what came back lossily before it, too.
+
+    Args:
+        marks: Those of its branch.
+        start: Where its own tokens begin.
+        stop: Where they end.
+        inherited: The marks that its ancestors name; looked at only when they matter.
+    """
+    lossy = lossy_marks(marks, start)
+    known = set(inherited) if lossy else set()
+    before = tuple(mark for mark in lossy if mark.stop <= start and mark not in known)
+    return by_start((*before, *marks_between(marks, start, stop)))
 
 
 def marks_between(marks: Iterable[Mark], start: int, stop: int) -> Marks:

@@ -13,7 +13,17 @@ from agentmem.errors import InvalidInputError
 from agentmem.ids import BlockHash
 from agentmem.kv.hashing import chain_hash, root_state_hash, state_hash
 from agentmem.kv.spec import KVSpec
-from agentmem.marks import Mark, MarkKind, Marks, media_start, pack_marks, truncate_marks, without_splices
+from agentmem.marks import (
+    Mark,
+    MarkKind,
+    Marks,
+    by_start,
+    lossy_marks,
+    media_start,
+    pack_marks,
+    truncate_marks,
+    without_splices,
+)
 from agentmem.reasons import Reason
 from agentmem.revertible import Revertible
 from agentmem.runtime import Runtime
@@ -132,7 +142,7 @@ class Prefix(Revertible):
     def extend(self, tokens: Iterable[int], marks: Marks = ()) -> None:
         """Add tokens at the end, with their marks."""
         self.tokens.extend(tokens)
-        self.marks += marks
+        self.marks = by_start((*self.marks, *marks)) if marks else self.marks
 
     def add_border(self, position: int) -> None:
         """Ask for the layer state after `position` tokens to be kept once it is computed."""
@@ -219,10 +229,12 @@ class Prefix(Revertible):
         block_size = self.spec.block_size
         while (len(self.blocks) + 1) * block_size <= self.num_kv:
             start = len(self.blocks) * block_size
-            block_hash = self.block_name(start, start + block_size)
-            self.blocks.extend(
-                [self._runtime.blocks.seal(self._workspace, self.cursor, start, start + block_size, block_hash)]
-            )
+            self.blocks.extend([self.seal_block(start, start + block_size)])
+
+    def seal_block(self, start: int, stop: int) -> SealedBlock:
+        """Name the tokens [start, stop), which are on the device, and let them be saved."""
+        name, is_lossy = self.block_name(start, stop), bool(lossy_marks(self.marks, stop))
+        return self._runtime.blocks.seal(self._workspace, self.cursor, start, stop, name, is_parent_lossy=is_lossy)
 
     # -- names
 
@@ -330,7 +342,8 @@ class Prefix(Revertible):
     def adopt_cursor(self, other: "Prefix") -> None:
         """Take over what another state of the same leading tokens has on the device."""
         length = min(other.cursor.length, self.num_kv)
-        if length > self.cursor.length:
+        is_same = truncate_marks(self.marks, length) == truncate_marks(other.marks, length)
+        if length > self.cursor.length and is_same:  # else one of them has KV that came back from a lossy tier
             self.cursor = other.cursor.fork(length)
 
     # -- inside

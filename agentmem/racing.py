@@ -112,7 +112,7 @@ class Racing(Restoring):
             load_s if is_known else None,
             num_tokens / prefill if prefill else None,
             num_next / prefill if prefill else 0.0,
-            can_race=self._can_race(far),
+            can_race=self._can_race(far) and not lower.lossy.keys() & set(tiers),
             can_overlap=num_next > 0 and set(tiers) == {tiers[0]} and tiers[0] in lower.layered,
         )
 

@@ -36,7 +36,7 @@ class Reason(StrEnum):
     WITHIN_MEDIA = "within-media"
     """The difference lies inside of an image, audio or other media, which is fed as a whole."""
     APPROXIMATE = "approximate"
-    """The KV was moved there by an edit, and never passes for exact."""
+    """The KV was moved there by an edit, or came from a lossy tier, and never passes for exact."""
     WHOLE_BLOCKS = "whole-blocks"
     """Sessions share whole blocks only."""
 

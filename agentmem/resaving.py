@@ -13,6 +13,7 @@ from agentmem.errors import CorruptionError, NotFoundError
 from agentmem.ids import BlockDigest, BlockHash, short
 from agentmem.kv import record as record_format
 from agentmem.kv.record import Record
+from agentmem.marks import lossy_marks
 from agentmem.reasons import Reason
 from agentmem.restoring import Restoring
 from agentmem.runtime import Runtime
@@ -63,18 +64,29 @@ class Resaving:
         """Collect a block; False when its KV is in no tier."""
         if block.source is not None:
             return True  # its own saving is not over
+        is_lossy = bool(lossy_marks(state.marks, block.stop))
         if block.stop <= state.cursor.length:
             sections = empty_sections(state.spec, block.num_tokens)
             state.workspace.gather(state.cursor, block.start, block.stop, sections)
-            self._take(sections, block.block_hash, block.start, block.num_tokens)
+            self._take(sections, block.block_hash, block.start, block.num_tokens, is_lossy=is_lossy)
             return True
-        return block.digest is None or self._take_stored(block.digest, block.block_hash, block.start, block.num_tokens)
+        return block.digest is None or self._take_stored(
+            block.digest, block.block_hash, block.start, block.num_tokens, is_lossy=is_lossy
+        )
 
-    def _take_stored(self, digest: BlockDigest, block_hash: BlockHash, start: int, num_tokens: int | None) -> bool:
+    def _take_stored(
+        self,
+        digest: BlockDigest,
+        block_hash: BlockHash,
+        start: int,
+        num_tokens: int | None,
+        *,
+        is_lossy: bool = False,
+    ) -> bool:
         """Collect what the host tier has, or else the disk; False when neither has it."""
         sections = self._runtime.blocks.host.fetch(digest)
         if sections is not None:
-            self._take(sections, block_hash, start, num_tokens)
+            self._take(sections, block_hash, start, num_tokens, is_lossy=is_lossy)
             return True
         try:
             data = self._runtime.blocks.disk.load_record(digest)
@@ -103,7 +115,9 @@ class Resaving:
             if not self._take_stored(mark.payload, name, 0, None):
                 logger.error("branch %s: the input at token %d is in no tier any more", state.name, mark.start)
 
-    def _take(self, sections: Iterable[Tensor], block_hash: BlockHash, start: int, num_tokens: int | None) -> None:
+    def _take(
+        self, sections: Iterable[Tensor], block_hash: BlockHash, start: int, num_tokens: int | None, *, is_lossy: bool
+    ) -> None:
         record = record_format.pack(
             list(sections),
             block_hash=block_hash,
@@ -111,6 +125,7 @@ class Resaving:
             start=start,
             codec=self._runtime.config.codec,
             num_tokens=num_tokens,
+            is_parent_lossy=is_lossy,
         )
         logger.info("block %s is saved again", short(record.digest))
         self._runtime.counters.add("blocks_saved_again")

@@ -8,10 +8,10 @@ from collections.abc import Collection, Iterator, Sequence
 
 from agentmem.errors import CorruptionError, NotFoundError, ReadOnlyError, SpecMismatchError, StorageFullError
 from agentmem.ids import BlockDigest, BlockHash
-from agentmem.marks import MarkKind, media_start, without_splices
+from agentmem.marks import MarkKind, lossy_mark, media_start, with_lossy, without_splices
 from agentmem.prefix import Prefix
 from agentmem.reasons import Reason
-from agentmem.tiers.blocks import Loaded, SealedBlock, Want
+from agentmem.tiers.blocks import Loaded, Lossy, SealedBlock, Want
 from agentmem.tiers.states import LayerState
 from agentmem.tree.checkpoint import Checkpoint
 
@@ -42,6 +42,7 @@ class Restoring(Prefix):
                 loaded.from_tier["device"] = have
             if self.cursor.length < self.num_kv:
                 self._lose(loaded.reason)
+            self._take_lossy(loaded.lossy)
         self._restore_state(loaded)
         self._restore_root()
         moved = self._workspace.select(self.cursor) if is_next else 0
@@ -55,8 +56,7 @@ class Restoring(Prefix):
         start = len(self.blocks) * self.spec.block_size
         is_exact = self.tail is not None and self.tail.stop == self.num_kv
         if not is_exact and start < self.num_kv <= self.cursor.length:
-            block_hash = self.block_name(start, self.num_kv)
-            self.tail = self._runtime.blocks.seal(self._workspace, self.cursor, start, self.num_kv, block_hash)
+            self.tail = self.seal_block(start, self.num_kv)
             return self.tail
         return self.tail if is_exact else None
 
@@ -114,6 +114,7 @@ class Restoring(Prefix):
             return loaded
         loaded = self._load(wanted, stop - start)
         self._take_reused(loaded, start, stop)
+        self._take_lossy(loaded.lossy)
         if state is not None and self.num_kv == stop:
             self._take_state(state, loaded)
         self.num_computed = max(start, self._restart(self.num_kv))
@@ -253,6 +254,18 @@ class Restoring(Prefix):
             self.before, self.live = None, state
         else:
             loaded.reason = Reason.MISSING
+
+    def _take_lossy(self, lossy: Sequence[Lossy]) -> None:
+        """Note that KV on the device is not what the model made: it and all after it gets names of its own.
+
+        The names that the exact KV has stay with whoever has that.
+        """
+        if lossy:
+            self.marks = with_lossy(self.marks, (lossy_mark(each.start, each.stop, each.codec) for each in lossy))
+            self.blocks.truncate(lossy[0].start // self.spec.block_size)
+            self.tail = None
+            self.seal()
+            self._runtime.counters.add("tokens_lossy", sum(each.stop - each.start for each in lossy))
 
     def _match(self, limit: int) -> list[SealedBlock]:
         """Return the stored blocks that continue the computed tokens, up to position `limit`."""

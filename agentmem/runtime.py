@@ -18,6 +18,7 @@ from agentmem.tiers.device import DeviceTier
 from agentmem.tiers.disk import DiskTier
 from agentmem.tiers.host import HostTier
 from agentmem.tiers.identity import Identity
+from agentmem.tiers.lossy import LossyTier
 from agentmem.tiers.lower import LowerTiers
 from agentmem.tiers.media import MediaStore
 from agentmem.tiers.remote import RecordTier
@@ -112,7 +113,8 @@ def open_tiers(config: Config, counters: Counters) -> list[RecordTier]:
         pool = importlib.import_module("agentmem.tiers.pool")  # which needs an extra
         cipher = None if key is None else Cipher(key)
         residency_s = max(1, round(min(config.residency.pool_s, _MAX_POOL_S)))
-        tiers.append(pool.PoolTier(config.pool, cipher=cipher, counters=counters, residency_s=residency_s))
+        tier = pool.PoolTier(config.pool, cipher=cipher, counters=counters, residency_s=residency_s)
+        tiers.append(tier if config.pool_codec == "lossless" else LossyTier(tier, config.pool_codec))
     if config.lake is not None:
         tiers.append(Lake.open(config.lake, key=key))
     return tiers

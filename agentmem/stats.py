@@ -67,7 +67,8 @@ class ReuseReport:
             the branch held it; None when there is none.
         num_equivalent: Tokens of `num_reused` whose KV was computed elsewhere from the same tokens (equal within the
             tolerance of the dtype), because the branch's own bytes were gone.
-        num_approximate: Tokens of the branch whose KV an edit moved from elsewhere: it still knows of what was cut out.
+        num_approximate: Tokens of the branch whose KV an edit moved from elsewhere, so that it still knows of what was
+            cut out, or a tier gave that keeps it lossily (`Config.pool_codec`).
         reason: Why reuse ended where it did: COMPLETE, or a word of `reasons.LOSSES`.
         choice: Whether KV that was far away was loaded, computed again or both, and after which estimates; None when
             all of it was near.

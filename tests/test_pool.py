@@ -12,12 +12,13 @@ from agentmem._lmdb import Cipher
 from agentmem.config import Config
 from agentmem.errors import InvalidInputError, TierUnavailableError
 from agentmem.ids import BlockHash, Fingerprint
-from agentmem.kv.record import pack
+from agentmem.kv.record import pack, read_meta
 from agentmem.stats import Counters
 from agentmem.testing.proxy import proxied
 from agentmem.testing.record_tier_suite import RecordTierSuite, holds
 from agentmem.testing.redisprocess import RedisProcess, is_installed
 from agentmem.testing.tier_suite import make_record
+from agentmem.tiers.lossy import LossyTier
 from agentmem.tiers.pool import PoolTier
 from agentmem.tiers.redisserver import Patience, RedisServer, without_password
 
@@ -313,3 +314,23 @@ def test_tls_is_spoken_with_a_server_whose_certificate_is_known_and_with_no_othe
         pool.close()
     finally:
         process.kill()
+
+
+@pytest.mark.parametrize("cipher", [None, Cipher(bytes(range(32)))], ids=["plain", "encrypted"])
+def test_a_pool_keeps_lossy_and_exact_forms_of_a_block_side_by_side(open_pool, cipher):
+    sections = [torch.randn((2, 4, 64, 32), generator=torch.Generator().manual_seed(n)) for n in range(2)]
+    names = {"block_hash": BlockHash(b"b" * 32), "fingerprint": Fingerprint(bytes(32)), "start": 64}
+    record = pack(sections, **names)
+    lossy = LossyTier(open_pool(cipher=cipher), "q2")
+    exact = open_pool(cipher=cipher)
+
+    lossy.put_many([record])
+    before = exact.fetch_many([record.digest]), exact.find_many([record.block_hash])
+    [data] = LossyTier(open_pool(cipher=cipher), "q2").fetch_many([record.digest])
+    exact.put_many([record])
+
+    meta = read_meta(data)
+    assert before == ([None], [None])
+    assert (meta.is_lossy, meta.origin) == (True, record.digest)
+    assert len(data) < len(record.data) / 4
+    assert exact.fetch_many([record.digest]) == lossy.fetch_many([record.digest]) == [record.data]

@@ -288,9 +288,9 @@ def test_a_zstd_bomb_is_refused_before_it_is_decoded() -> None:
 
 
 def test_an_unknown_version_is_named() -> None:
-    data = reseal(make_record(make_sections()).data, version=2)
+    data = reseal(make_record(make_sections()).data, version=3)
 
-    with pytest.raises(FormatVersionError, match="version 2"):
+    with pytest.raises(FormatVersionError, match="version 3"):
         read_meta(data)
 
 

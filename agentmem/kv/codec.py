@@ -1,4 +1,4 @@
-"""Sections of KV to bytes and back, bit for bit.
+"""Sections of KV to bytes and back: bit for bit, unless a lossy codec is asked for by name.
 
 A section is coded in bands: runs of whole layers, each coded by itself, small enough for a CPU cache and for loading
 layer by layer. Knows nothing of records, blocks or storage; the bytes given to `decode_section` are not trusted.
@@ -7,28 +7,24 @@ layer by layer. Knows nothing of records, blocks or storage; the bytes given to 
 import math
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from typing import TypeVar
 
 import numpy as np
 import torch
-import zstandard
 from numpy.typing import NDArray
 from torch import Tensor
 
 from agentmem.errors import CorruptionError, InvalidInputError, SpecMismatchError
+from agentmem.kv.frames import Part, declared_nbytes, decompress, decompress_into, inflate, part_nbytes, read_array
 from agentmem.kv.nib import NibParts, merge, split
+from agentmem.kv.quant import DTYPES, MIN_TOKENS, QuantParts, dequantise, max_step, quantise
 from agentmem.kv.scratch import SCRATCH
-
-Part = bytes | memoryview
-"""Bytes of one part of a coded band."""
+from agentmem.levels import LOSSY_CODECS
 
 Words = NDArray[np.unsignedinteger]
 """KV as unsigned integers of the dtype's size: `[L, H, T, D]`."""
 
-CODECS = ("lossless", "raw")
+CODECS = ("lossless", "raw", *LOSSY_CODECS)
 """Names that `encode_section` accepts."""
-
-W = TypeVar("W", bound=np.unsignedinteger)
 
 _INTEGER_DTYPES = {
     torch.bfloat16: (torch.int16, np.uint16),
@@ -43,6 +39,7 @@ _MIN_NIB_TOKENS = 16
 """Below this the bases, 16 bits a channel, cost more than nib saves over byte planes."""
 
 _NUM_NIB_PARTS = 5
+_NUM_QUANT_PARTS = 4
 _ESCAPE_NBYTES = 6
 
 
@@ -56,18 +53,38 @@ class CodecId(IntEnum):
       is when the part has exactly one byte a value.
     * NIB: 5 parts, see `kv/nib.py` (u16-le words): base as a zstd frame; nibbles as a zstd frame; lows; escapes (all
       u32-le positions, then all u16-le values); rest.
+    * Q1 to Q4, lossy: 4 parts, see `kv/quant.py`: means as a zstd frame (u16-le); steps as a zstd frame (u16-le, one a
+      layer or one a layer and token); codes as a zstd frame (i8); escapes (i32-le). They are decoded alike.
     """
 
     RAW = 0
     PLANE = 1
     NIB = 2
+    Q1 = 3
+    Q2 = 4
+    Q3 = 5
+    Q4 = 6
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether what is decoded need not be what was coded."""
+        return self >= CodecId.Q1
 
 
-def encode_section(section: Tensor, codec: str) -> tuple[CodecId, list[Part]]:
+_LEVELS = {CodecId[level.upper()]: level for level in LOSSY_CODECS}
+
+
+def encode_section(section: Tensor, codec: str, *, is_key: bool = True) -> tuple[CodecId, list[Part]]:
     """Code one section `[L, H, T, D]` of KV, any strides, on the CPU.
 
     "lossless" takes nib for bfloat16 of 16 tokens or more, else byte planes, and falls back to raw bytes when that is
-    not smaller. The parts own their memory, or view `section` when it is stored raw and contiguous.
+    not smaller. A lossy codec is taken where every value is finite and comes back within the bound that `error_bound`
+    reads, else "lossless" is. The parts own their memory, or view `section` when it is stored raw and contiguous.
+
+    Args:
+        section: What to code.
+        codec: One of CODECS.
+        is_key: Whether the section is keys; lossy codecs treat values otherwise.
 
     Raises:
         InvalidInputError: `codec` is unknown, or the section is not on the CPU.
@@ -76,10 +93,10 @@ def encode_section(section: Tensor, codec: str) -> tuple[CodecId, list[Part]]:
     if codec not in CODECS:
         raise InvalidInputError(f"codec {codec!r} is unknown: use one of {CODECS}")
     words = as_words(section)
-    if codec == "lossless" and words.size:
-        for codec_id in _candidates(section):
-            parts = _encode_bands(words, codec_id)
-            if parts is not None and sum(map(_nbytes, parts)) < words.nbytes:
+    if codec != "raw" and words.size:
+        for codec_id in _candidates(section, codec):
+            parts = _encode_bands(words, codec_id, dtype_name(section), is_key=is_key)
+            if parts is not None and sum(map(part_nbytes, parts)) < words.nbytes:
                 return codec_id, parts
     return CodecId.RAW, _encode_raw(words)
 
@@ -99,9 +116,24 @@ def decode_section(codec_id: int, parts: Sequence[memoryview], out: Tensor) -> N
     num_bands, odd_parts = divmod(len(parts), num_parts)
     if odd_parts or not 1 <= num_bands <= max(1, words.shape[0]):
         raise CorruptionError(f"a section of {words.shape[0]} layers has {len(parts)} parts of codec {codec_id}")
-    decode = {CodecId.RAW: _decode_raw, CodecId.PLANE: _decode_planes, CodecId.NIB: _decode_nib}[CodecId(codec_id)]
     for band, layers in enumerate(_bands(words, num_bands)):
-        decode(parts[band * num_parts : (band + 1) * num_parts], layers)
+        _decode_band(CodecId(codec_id), parts[band * num_parts : (band + 1) * num_parts], layers, dtype_name(out))
+
+
+def error_bound(codec_id: CodecId, parts: Sequence[Part], shape: Sequence[int]) -> float:
+    """Return by how much a value of a coded section `[L, H, T, D]` may differ from what was coded; 0.0: not at all.
+
+    Raises:
+        CorruptionError: The parts cannot be what `encode_section` made for this shape.
+    """
+    if not codec_id.is_lossy:
+        return 0.0
+    num_bands, odd_parts = divmod(len(parts), _NUM_QUANT_PARTS)
+    if odd_parts or not 1 <= num_bands <= max(1, shape[0]):
+        raise CorruptionError(f"a section of {shape[0]} layers has {len(parts)} parts of codec {codec_id}")
+    layers = _bands(np.empty((shape[0], 0), np.uint8), num_bands)
+    steps = [_read_steps(parts[_NUM_QUANT_PARTS * band + 1], len(run), shape[2]) for band, run in enumerate(layers)]
+    return max(map(max_step, steps))
 
 
 def can_stack(codec_id: int, num_parts: int) -> bool:
@@ -124,12 +156,12 @@ def decode_stack(coded: Sequence[Sequence[memoryview]], out: Words) -> None:
     base = SCRATCH.array("base", (num_blocks, num_layers, num_heads, dim), np.uint16)
     nibbles = SCRATCH.array("nibbles", (num_blocks, *groups), np.uint16)
     for number, parts in enumerate(coded):
-        _decompress_into(parts[0], base[number])
-        _decompress_into(parts[1], nibbles[number])
-    lows = _side_by_side([_read(parts[2], (2, *groups), np.dtype(np.uint16)) for parts in coded])
+        decompress_into(parts[0], base[number])
+        decompress_into(parts[1], nibbles[number])
+    lows = _side_by_side([read_array(parts[2], (2, *groups), np.dtype(np.uint16)) for parts in coded])
     rest = np.empty((num_blocks, num_layers, num_heads, num_tokens % 4, dim), np.uint16)
     for number, parts in enumerate(coded):
-        rest[number] = _read(parts[4], rest.shape[1:], np.dtype(np.uint16))
+        rest[number] = read_array(parts[4], rest.shape[1:], np.dtype(np.uint16))
     escapes = [
         _read_escapes(parts[3], number * math.prod(shape), math.prod(shape)) for number, parts in enumerate(coded)
     ]
@@ -160,10 +192,16 @@ def as_words(section: Tensor) -> Words:
     return words
 
 
-def _candidates(section: Tensor) -> list[CodecId]:
-    if section.dtype == torch.bfloat16 and section.shape[2] >= _MIN_NIB_TOKENS:
-        return [CodecId.NIB, CodecId.PLANE]
-    return [CodecId.PLANE]
+def dtype_name(section: Tensor) -> str:
+    """Return torch's name of a section's dtype."""
+    return str(section.dtype).removeprefix("torch.")
+
+
+def _candidates(section: Tensor, codec: str) -> list[CodecId]:
+    is_quantised = codec in LOSSY_CODECS and dtype_name(section) in DTYPES and section.shape[2] >= MIN_TOKENS
+    is_nib = section.dtype == torch.bfloat16 and section.shape[2] >= _MIN_NIB_TOKENS
+    lossy = [CodecId[codec.upper()]] if is_quantised else []
+    return [*lossy, CodecId.NIB, CodecId.PLANE] if is_nib else [*lossy, CodecId.PLANE]
 
 
 def _num_parts(codec_id: int, words: Words) -> int:
@@ -173,6 +211,8 @@ def _num_parts(codec_id: int, words: Words) -> int:
         return _NUM_NIB_PARTS
     if codec_id == CodecId.RAW:
         return 1
+    if codec_id in _LEVELS and words.itemsize <= np.dtype(np.uint32).itemsize:
+        return _NUM_QUANT_PARTS
     raise CorruptionError(f"codec {codec_id} cannot hold values of {words.itemsize} bytes")
 
 
@@ -183,16 +223,25 @@ def _bands(words: Words, num_bands: int) -> Iterator[Words]:
         yield words[band * num_layers // num_bands : (band + 1) * num_layers // num_bands]
 
 
-def _encode_bands(words: Words, codec_id: CodecId) -> list[Part] | None:
+def _encode_bands(words: Words, codec_id: CodecId, dtype: str, *, is_key: bool) -> list[Part] | None:
     num_bands = min(words.shape[0], max(1, round(words.nbytes / _BAND_NBYTES)))
-    encode = _encode_nib if codec_id == CodecId.NIB else _encode_planes
     parts: list[Part] = []
     for layers in _bands(words, num_bands):
-        coded = encode(layers)
+        if codec_id.is_lossy:
+            coded = _encode_quant(layers, dtype, _LEVELS[codec_id], is_key=is_key)
+        else:
+            coded = _encode_nib(layers) if codec_id == CodecId.NIB else _encode_planes(layers)
         if coded is None:
             return None
         parts += coded
     return parts
+
+
+def _decode_band(codec_id: CodecId, parts: Sequence[memoryview], out: Words, dtype: str) -> None:
+    if codec_id.is_lossy:
+        _decode_quant(parts, out, dtype)
+    else:
+        {CodecId.RAW: _decode_raw, CodecId.PLANE: _decode_planes, CodecId.NIB: _decode_nib}[codec_id](parts, out)
 
 
 def _encode_raw(words: Words) -> list[Part]:
@@ -200,7 +249,7 @@ def _encode_raw(words: Words) -> list[Part]:
 
 
 def _decode_raw(parts: Sequence[memoryview], out: Words) -> None:
-    out[...] = _read(parts[0], out.shape, out.dtype)
+    out[...] = read_array(parts[0], out.shape, out.dtype)
 
 
 def _encode_planes(words: Words) -> list[Part]:
@@ -215,7 +264,9 @@ def _encode_planes(words: Words) -> list[Part]:
 def _decode_planes(parts: Sequence[memoryview], out: Words) -> None:
     out[...] = 0
     for part in parts:
-        plane = _read(part if part.nbytes == out.size else _decompress(part, out.size), out.shape, np.dtype(np.uint8))
+        plane = read_array(
+            part if part.nbytes == out.size else decompress(part, out.size), out.shape, np.dtype(np.uint8)
+        )
         out <<= out.dtype.type(8)
         out |= plane
 
@@ -238,6 +289,41 @@ def _decode_nib(parts: Sequence[memoryview], out: Words) -> None:
     decode_stack([parts], out[None])
 
 
+def _encode_quant(words: Words, dtype: str, level: str, *, is_key: bool) -> list[Part] | None:
+    coded = quantise(words, dtype, level, is_key=is_key)
+    if coded is None:
+        return None
+    return [
+        SCRATCH.compressor.compress(coded.mean.astype("<u2").data),
+        SCRATCH.compressor.compress(coded.steps.astype("<u2").data),
+        SCRATCH.compressor.compress(coded.codes.data),
+        coded.escapes.astype("<i4").tobytes(),
+    ]
+
+
+def _decode_quant(parts: Sequence[memoryview], out: Words, dtype: str) -> None:
+    num_layers, num_heads, num_tokens, dim = out.shape
+    if parts[3].nbytes % 4:
+        raise CorruptionError(f"a list of escapes has {parts[3].nbytes} bytes")
+    coded = QuantParts(
+        mean=inflate(parts[0], (num_layers, num_heads, dim), np.dtype(np.uint16)),
+        steps=_read_steps(parts[1], num_layers, num_tokens),
+        codes=inflate(parts[2], out.shape, np.dtype(np.int8)),
+        escapes=np.frombuffer(parts[3], np.int32),
+    )
+    try:
+        dequantise(coded, dtype, out)
+    except ValueError as error:
+        raise CorruptionError(f"a quantised band is damaged: {error}") from error
+
+
+def _read_steps(part: Part, num_layers: int, num_tokens: int) -> NDArray[np.uint16]:
+    """Read one step a layer, or one a layer and token: the part's own size says which."""
+    view = memoryview(part)
+    is_by_layer = declared_nbytes(view) == 2 * num_layers
+    return inflate(view, (num_layers,) if is_by_layer else (num_layers, num_tokens), np.dtype(np.uint16))
+
+
 def _side_by_side(lows: Sequence[NDArray[np.uint16]]) -> NDArray[np.uint16]:
     """Stack arrays `[2, ...]` to `[2, n, ...]`, in scratch; a single one is not copied."""
     if len(lows) == 1:
@@ -253,48 +339,7 @@ def _read_escapes(part: memoryview, first: int, num_values: int) -> tuple[NDArra
     num_escapes, odd_bytes = divmod(part.nbytes, _ESCAPE_NBYTES)
     if odd_bytes:
         raise CorruptionError(f"a list of escapes has {part.nbytes} bytes")
-    index = _read(part[: 4 * num_escapes], (num_escapes,), np.dtype(np.uint32))
+    index = read_array(part[: 4 * num_escapes], (num_escapes,), np.dtype(np.uint32))
     if (index >= num_values).any():
         raise CorruptionError(f"an escape lies outside the run of {num_values} values")
-    return index + np.uint32(first), _read(part[4 * num_escapes :], (num_escapes,), np.dtype(np.uint16))
-
-
-def _decompress_into(part: memoryview, out: NDArray[np.uint16]) -> None:
-    """Decode one zstd frame of exactly the bytes of `out`, contiguous; it cannot write more."""
-    _check_declared(part, out.nbytes)
-    try:
-        with SCRATCH.decompressor.stream_reader(part, read_size=part.nbytes) as reader:
-            num_bytes = reader.readinto(out.reshape(-1).view(np.uint8).data)
-    except zstandard.ZstdError as error:
-        raise CorruptionError(f"a zstd frame is damaged: {error}") from error
-    if num_bytes != out.nbytes:
-        raise CorruptionError(f"a zstd frame of {out.nbytes} bytes ends after {num_bytes}")
-
-
-def _check_declared(part: memoryview, nbytes: int) -> None:
-    """Check a frame's own claim of its size, before anything is allocated for it."""
-    try:
-        declared = zstandard.frame_content_size(part)
-    except zstandard.ZstdError as error:
-        raise CorruptionError(f"a zstd frame is damaged: {error}") from error
-    if declared != nbytes:
-        raise CorruptionError(f"a zstd frame of {nbytes} bytes declares {declared}")
-
-
-def _decompress(part: memoryview, nbytes: int) -> memoryview:
-    """Decode one zstd frame of exactly `nbytes`."""
-    _check_declared(part, nbytes)
-    try:
-        return memoryview(SCRATCH.decompressor.decompress(part, allow_extra_data=False))
-    except zstandard.ZstdError as error:
-        raise CorruptionError(f"a zstd frame is damaged: {error}") from error
-
-
-def _read(part: Part, shape: tuple[int, ...], dtype: np.dtype[W]) -> NDArray[W]:
-    if _nbytes(part) != math.prod(shape) * dtype.itemsize:
-        raise CorruptionError(f"a part for {shape} of {dtype} has {_nbytes(part)} bytes")
-    return np.frombuffer(part, dtype).reshape(shape)
-
-
-def _nbytes(part: Part) -> int:
-    return part.nbytes if isinstance(part, memoryview) else len(part)
+    return index + np.uint32(first), read_array(part[4 * num_escapes :], (num_escapes,), np.dtype(np.uint16))

@@ -86,6 +86,11 @@ def part_hash(name: BlockHash, part: int) -> BlockHash:
     return BlockHash(hash_fields(_BLOCK_TAG, (b"part", name, part.to_bytes(4, "little"))))
 
 
+def lossy_hash(origin: BlockDigest, codec: str) -> BlockHash:
+    """Return what stands in the place of the token name in a lossy record of the block `origin`."""
+    return BlockHash(hash_fields(_BLOCK_TAG, (b"lossy", origin, codec.encode())))
+
+
 def content_digest(block_hash: BlockHash, section_sums: Sequence[bytes]) -> BlockDigest:
     """Return the byte name of a block: of its token name and the xxh3-128 of each section's raw bytes, in order."""
     return BlockDigest(hash_fields(_DIGEST_TAG, (block_hash, *section_sums)))

@@ -13,10 +13,23 @@ from torch import Tensor
 
 from agentmem.errors import AgentMemError, CorruptionError, InvalidInputError, SpecMismatchError
 from agentmem.ids import BlockDigest, BlockHash, Fingerprint
-from agentmem.kv.codec import CodecId, Part, as_words, can_stack, decode_section, decode_stack, encode_section
-from agentmem.kv.hashing import content_digest
+from agentmem.kv.codec import (
+    CodecId,
+    as_words,
+    can_stack,
+    decode_section,
+    decode_stack,
+    dtype_name,
+    encode_section,
+    error_bound,
+)
+from agentmem.kv.frames import Part
+from agentmem.kv.hashing import content_digest, lossy_hash
 from agentmem.kv.header import RecordMeta, SectionMeta, pack_meta, payload_layout, unpack_meta
 from agentmem.kv.scratch import SCRATCH
+from agentmem.levels import LOSSY_CODECS
+
+_LOSSLESS = "lossless"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +43,7 @@ class Record:
         raw_nbytes: Bytes of the decoded KV.
         num_tokens: T.
         codec_ids: How each section is coded.
+        origin: Of a lossy record: the byte name of the block that it stands for. Its own is that of what it decodes to.
     """
 
     digest: BlockDigest
@@ -38,6 +52,7 @@ class Record:
     raw_nbytes: int
     num_tokens: int
     codec_ids: tuple[CodecId, ...]
+    origin: BlockDigest | None = None
 
     @classmethod
     def of(cls, meta: RecordMeta, data: bytes) -> "Record":
@@ -49,6 +64,7 @@ class Record:
             raw_nbytes=meta.raw_nbytes,
             num_tokens=meta.num_tokens,
             codec_ids=tuple(section.codec_id for section in meta.sections),
+            origin=meta.origin,
         )
 
 
@@ -61,47 +77,59 @@ def pack(
     codec: str = "lossless",
     rope: str = "",
     num_tokens: int | None = None,
+    is_parent_lossy: bool = False,
 ) -> Record:
     """Code a block's sections, each `[L, H, T, D]` on the CPU with any strides, into a record that owns its bytes.
 
     A model whose layers all keep layer states only has blocks without sections: `num_tokens` says how long one is.
+    With a lossy codec the record has names of its own, made of what it decodes to, and `origin` is the digest of what
+    it was made of; where nothing was lost it is the record that "lossless" gives. What a lossy record decodes to must
+    not be coded so again: `is_parent_lossy` says that the KV is such, or was computed from such KV before it.
 
     Raises:
         InvalidInputError: `codec` is unknown, there is nothing to store, or KV is not on the CPU.
         SpecMismatchError: The sections differ in dtype or number of tokens, or cannot be stored.
     """
     dtype, num_tokens = _common_form(sections) if sections or not num_tokens else ("float32", num_tokens)
-    sums = section_sums(sections)
-    coded = [encode_section(section, codec) for section in sections]
+    exact = section_sums(sections)
+    coded = [encode_section(section, codec, is_key=index % 2 == 0) for index, section in enumerate(sections)]
+    sums = [_coded_sum(*each) for each in zip(sections, coded, exact, strict=True)]
+    is_lossy = sums != exact
+    if not is_lossy and codec in LOSSY_CODECS:
+        coded = [encode_section(section, _LOSSLESS) for section in sections]
+    origin = content_digest(block_hash, exact) if is_lossy else None
+    name = block_hash if origin is None else lossy_hash(origin, codec)
     meta = RecordMeta(
-        block_hash=block_hash,
-        digest=content_digest(block_hash, sums),
+        block_hash=name,
+        digest=content_digest(name, sums),
+        is_lossy=is_lossy,
+        is_parent_lossy=is_parent_lossy,
+        origin=origin,
         fingerprint=fingerprint,
         start=start,
         num_tokens=num_tokens,
         dtype=dtype,
         rope=rope,
         sections=tuple(
-            SectionMeta(shape=tuple(section.shape), codec_id=codec_id, sum=xxh3, part_nbytes=tuple(map(len, parts)))
+            SectionMeta(
+                shape=tuple(section.shape),
+                codec_id=codec_id,
+                sum=xxh3,
+                part_nbytes=tuple(map(len, parts)),
+                bound=error_bound(codec_id, parts, section.shape),
+            )
             for section, (codec_id, parts), xxh3 in zip(sections, coded, sums, strict=True)
         ),
     )
-    return Record(
-        digest=meta.digest,
-        block_hash=block_hash,
-        data=_join(meta, [parts for _, parts in coded]),
-        raw_nbytes=meta.raw_nbytes,
-        num_tokens=num_tokens,
-        codec_ids=tuple(codec_id for codec_id, _ in coded),
-    )
+    return Record.of(meta, _join(meta, [parts for _, parts in coded]))
 
 
 def unpack(data: bytes | memoryview, out: Sequence[Tensor]) -> RecordMeta:
     """Decode a record into `out`, the block's sections `[L, H, T, D]` with any strides, and verify all of it.
 
-    Verified are the header, the metadata, every length, each section's sum over the decoded bytes, and that the sums
-    give the digest that the record claims; the caller checks that this is the digest it asked for. After an error `out`
-    holds neither the old values nor the new ones.
+    Verified are the header, the metadata, every length, each section's sum over the decoded bytes, that the sums give
+    the digest that the record claims, and that lossy sections keep to their bounds; the caller checks that this is the
+    digest it asked for. After an error `out` holds neither the old values nor the new ones.
 
     Raises:
         CorruptionError: The bytes are damaged; the message names the block and what failed.
@@ -114,8 +142,10 @@ def unpack(data: bytes | memoryview, out: Sequence[Tensor]) -> RecordMeta:
     layout, _ = payload_layout(meta)
     for number, (section, slices, target) in enumerate(zip(meta.sections, layout, out, strict=True)):
         stage = target if target.is_contiguous() else _staged(target)
+        parts = [payload[part] for part in slices]
         try:
-            decode_section(section.codec_id, [payload[part] for part in slices], stage)
+            _check_bound(section, parts)
+            decode_section(section.codec_id, parts, stage)
         except CorruptionError as error:
             raise CorruptionError(f"block {meta.digest.hex()}: section {number}: {error}") from error
         if section_sum(stage) != section.sum:
@@ -171,11 +201,27 @@ def section_sum(section: Tensor) -> bytes:
     return state.digest()
 
 
+def _coded_sum(section: Tensor, coded: tuple[CodecId, list[Part]], exact: bytes) -> bytes:
+    """Return the sum of what a coded section decodes to, whose own sum is `exact`."""
+    codec_id, parts = coded
+    if not codec_id.is_lossy:
+        return exact
+    decoded = torch.empty_like(section, memory_format=torch.contiguous_format)
+    decode_section(codec_id, [memoryview(part) for part in parts], decoded)
+    return section_sum(decoded)
+
+
+def _check_bound(section: SectionMeta, parts: Sequence[memoryview]) -> None:
+    bound = error_bound(section.codec_id, parts, section.shape)
+    if not bound <= section.bound:
+        raise CorruptionError(f"its values may be {bound} off, and it claims {section.bound}")
+
+
 def _common_form(sections: Sequence[Tensor]) -> tuple[str, int]:
     """Return dtype and number of tokens that all sections have."""
-    forms = {(_dtype_name(section), section.shape[2]) for section in sections if section.dim() == 4}
+    forms = {(dtype_name(section), section.shape[2]) for section in sections if section.dim() == 4}
     if len(forms) > 1 or any(section.dim() != 4 for section in sections):
-        found = [(_dtype_name(section), tuple(section.shape)) for section in sections]
+        found = [(dtype_name(section), tuple(section.shape)) for section in sections]
         raise SpecMismatchError(f"sections of a block must be [L, H, T, D] of one dtype and one T; found {found}")
     if not forms or (form := forms.pop())[1] == 0:
         raise InvalidInputError("a block needs at least one section and one token; found none")
@@ -184,13 +230,9 @@ def _common_form(sections: Sequence[Tensor]) -> tuple[str, int]:
 
 def _check_fits(meta: RecordMeta, out: Sequence[Tensor]) -> None:
     wanted = [(meta.dtype, section.shape) for section in meta.sections]
-    found = [(_dtype_name(target), tuple(target.shape)) for target in out]
+    found = [(dtype_name(target), tuple(target.shape)) for target in out]
     if wanted != found:
         raise SpecMismatchError(f"block {meta.digest.hex()} holds {wanted}; it was to be decoded into {found}")
-
-
-def _dtype_name(section: Tensor) -> str:
-    return str(section.dtype).removeprefix("torch.")
 
 
 def _unpack_or_error(data: bytes | memoryview, out: Sequence[Tensor]) -> RecordMeta | AgentMemError:

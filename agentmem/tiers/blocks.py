@@ -28,7 +28,7 @@ class SealedBlock:
         digest: Its byte name; None until it is being saved.
     """
 
-    __slots__ = ("__weakref__", "block_hash", "digest", "job", "source", "start", "stop", "stored")
+    __slots__ = ("__weakref__", "block_hash", "digest", "is_parent_lossy", "job", "source", "start", "stop", "stored")
 
     def __init__(self, block_hash: BlockHash, start: int, stop: int, digest: BlockDigest | None) -> None:
         self.block_hash = block_hash
@@ -39,6 +39,8 @@ class SealedBlock:
         """Where its bytes are on the device, until the disk has them."""
         self.job: AnyJob | None = None
         self.stored: Future[None] | None = None
+        self.is_parent_lossy = False
+        """Whether its KV, or some before it, came back from a lossy tier."""
 
     @property
     def num_tokens(self) -> int:
@@ -70,6 +72,21 @@ class Want:
         return all(section.device.type == "cpu" for section in self.out)
 
 
+@dataclass(frozen=True, slots=True)
+class Lossy:
+    """Tokens whose KV came back otherwise than the model made it.
+
+    Attributes:
+        start: Position of the first.
+        stop: Position after the last.
+        codec: The lossy codec that their tier keeps them in.
+    """
+
+    start: int
+    stop: int
+    codec: str
+
+
 @dataclass(slots=True)
 class Loaded:
     """What a load brought: the leading blocks that are good, and why it ended where it did.
@@ -79,6 +96,7 @@ class Loaded:
         from_tier: Tokens by tier.
         nbytes: Bytes of KV copied onto the device.
         num_equivalent: Tokens whose bytes come from an equivalent block.
+        lossy: Which tokens have KV that is not the model's, in order: whoever takes them names their blocks anew.
         reason: COMPLETE, or why the next block could not be had.
         choice: Whether to load or to compute what was far away; None when nothing was.
     """
@@ -87,6 +105,7 @@ class Loaded:
     from_tier: dict[str, int] = field(default_factory=dict)
     nbytes: int = 0
     num_equivalent: int = 0
+    lossy: list[Lossy] = field(default_factory=list)
     reason: Reason = Reason.COMPLETE
     choice: Choice | None = None
 
@@ -102,6 +121,7 @@ class Loaded:
             self.from_tier[tier] = self.from_tier.get(tier, 0) + num_tokens
         self.nbytes += other.nbytes
         self.num_equivalent += other.num_equivalent
+        self.lossy += other.lossy
         self.reason = other.reason
 
 
@@ -113,11 +133,13 @@ class Outcome:
         block: The block that was loaded, maybe an equivalent one; None when it cannot be had.
         tier: The tier that had it.
         reason: COMPLETE; why an equivalent block had to do, or why none can be had.
+        codec: The lossy codec that the tier had it in; "" when its bytes are the block's.
     """
 
     block: SealedBlock | None
     tier: str
     reason: Reason
+    codec: str = ""
 
 
 def copy_in(sections: Sequence[Tensor], want: Want) -> None:

@@ -23,7 +23,7 @@ from agentmem.presence import taken_if_free
 from agentmem.reasons import Reason
 from agentmem.stats import Counters
 from agentmem.tiers.backward import BackwardLoad
-from agentmem.tiers.blocks import Loaded, Outcome, SealedBlock, Want, copy_in
+from agentmem.tiers.blocks import Loaded, Lossy, Outcome, SealedBlock, Want, copy_in
 from agentmem.tiers.crew import Crew
 from agentmem.tiers.device import Workspace, empty_sections
 from agentmem.tiers.disk import DiskTier
@@ -79,12 +79,23 @@ class BlockStore:
         self._known: weakref.WeakValueDictionary[BlockHash, SealedBlock] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
 
-    def seal(self, workspace: Workspace, cursor: Cursor, start: int, stop: int, block_hash: BlockHash) -> SealedBlock:
+    def seal(
+        self,
+        workspace: Workspace,
+        cursor: Cursor,
+        start: int,
+        stop: int,
+        block_hash: BlockHash,
+        *,
+        is_parent_lossy: bool = False,
+    ) -> SealedBlock:
         """Name the tokens [start, stop) of the cursor's path, and save them in the background.
 
-        Copies nothing. The cursor's path up to `stop` stays on the device until the block is saved.
+        Copies nothing. The cursor's path up to `stop` stays on the device until the block is saved. `is_parent_lossy`
+        says that KV up to `stop` came back from a lossy tier: no tier codes it lossily again.
         """
         block = SealedBlock(block_hash, start, stop, None)
+        block.is_parent_lossy = is_parent_lossy
         block.source = (workspace, cursor.fork(stop))
         block.job = self._save_job(block)
         with self._lock:
@@ -185,6 +196,9 @@ class BlockStore:
             loaded.from_tier[outcome.tier] = loaded.from_tier.get(outcome.tier, 0) + num_tokens
             loaded.nbytes += sum(section.nbytes for section in want.out)
             loaded.num_equivalent += num_tokens if outcome.reason is not Reason.COMPLETE else 0
+            if outcome.codec:
+                first = want.block.start + want.skip
+                loaded.lossy.append(Lossy(first, first + num_tokens, outcome.codec))
         for tier, num_tokens in loaded.from_tier.items():
             self._counters.add(f"{tier}_to_device_nbytes", num_tokens * self.spec.token_nbytes)
         return loaded
@@ -216,7 +230,7 @@ class BlockStore:
                 continue
             sections = empty_sections(self.spec, block.num_tokens)
             [outcome] = self._load_run([Want(block=block, out=sections, num_tokens=block.num_tokens)])
-            if outcome.block is None or not self.host.store(digest, sections):
+            if outcome.block is None or outcome.codec or not self.host.store(digest, sections):
                 break
             num_blocks += 1
             self._counters.add(f"{outcome.tier}_to_host_nbytes", sum(section.nbytes for section in sections))
@@ -286,6 +300,7 @@ class BlockStore:
             start=block.start,
             codec=self._codec,
             num_tokens=block.num_tokens,
+            is_parent_lossy=block.is_parent_lossy,
         )
         stored = self.disk.store([record])
         block.digest, block.stored = record.digest, stored

@@ -19,6 +19,7 @@ from agentmem.errors import (
 )
 from agentmem.ids import BlockDigest, BlockHash, short
 from agentmem.kv import record as record_format
+from agentmem.kv.hashing import lossy_hash
 from agentmem.kv.record import Record
 from agentmem.kv.spec import KVSpec
 from agentmem.reasons import Reason
@@ -26,6 +27,7 @@ from agentmem.stats import Counters
 from agentmem.tiers.blocks import Outcome, Want, copy_in
 from agentmem.tiers.disk import DiskTier
 from agentmem.tiers.layerstream import LayerStream, can_stream
+from agentmem.tiers.lossy import LossyTier
 from agentmem.tiers.rates import Rates
 from agentmem.tiers.remote import LayeredTier, RecordTier
 
@@ -39,6 +41,7 @@ class LowerTiers:
         tiers: The tiers.
         names: What they are called.
         layered: Those of them that give blocks layer by layer.
+        lossy: Those of them that may give other KV than was put there, with their codecs.
         rates: How fast each of them was so far, in bytes of KV per second, and the model, in tokens.
     """
 
@@ -47,6 +50,7 @@ class LowerTiers:
         self.tiers = tuple(tiers)
         self.names = frozenset(tier.name for tier in self.tiers)
         self.layered = {tier.name: tier for tier in self.tiers if isinstance(tier, LayeredTier)}
+        self.lossy = {tier.name: tier.codec for tier in self.tiers if isinstance(tier, LossyTier)}
         self.rates = Rates()
         self._disk = disk
         self._counters = counters
@@ -146,12 +150,15 @@ class LowerTiers:
     def _take(self, tier: RecordTier, want: Want, data: bytes) -> Outcome:
         """Verify a record, copy what is wanted of it, and let it rise to the disk."""
         try:
-            record = _checked(want, data)
+            record = _checked(want, data, self.lossy.get(tier.name, ""))
         except (CorruptionError, FormatVersionError, SpecMismatchError) as error:
             logger.warning("block %s of tier %s is not used: %s", short(want.block.block_hash), tier.name, error)
             self._counters.add(f"{tier.name}_blocks_damaged")
             self._remove(tier, want.block.digest)
             return Outcome(None, "", Reason.DAMAGED)
+        if record.origin is not None:  # it never rises: nothing here may pass for the exact block
+            self._counters.add(f"{tier.name}_blocks_lossy")
+            return Outcome(want.block, tier.name, Reason.COMPLETE, self.lossy[tier.name])
         try:
             self._disk.rise(record)
         except AgentMemError as error:  # a full or read-only disk: the copy below remains
@@ -172,8 +179,8 @@ class LowerTiers:
         logger.warning("tier %s is left out (%s): %s", tier.name, error.reason, error)
 
 
-def _checked(want: Want, data: bytes) -> Record:
-    """Decode a record to where it is wanted, and return it.
+def _checked(want: Want, data: bytes, codec: str) -> Record:
+    """Decode a record to where it is wanted, and return it; a lossy one only from a tier of that codec.
 
     Raises:
         CorruptionError: It is damaged, or another block's.
@@ -181,7 +188,8 @@ def _checked(want: Want, data: bytes) -> Record:
         SpecMismatchError: It has another geometry.
     """
     meta = record_format.read_meta(data)
-    if meta.digest != want.block.digest:
+    is_lossy = meta.origin == want.block.digest and bool(codec) and meta.block_hash == _lossy_name(want, codec)
+    if meta.digest != want.block.digest and not is_lossy:
         raise CorruptionError(f"block {meta.digest.hex()} was found in its place")
     is_direct = want.num_tokens == want.block.num_tokens and want.is_on_cpu
     shapes = [(*section.shape[:2], want.block.num_tokens, section.shape[3]) for section in want.out]
@@ -194,6 +202,10 @@ def _checked(want: Want, data: bytes) -> Record:
     if not is_direct:
         copy_in(sections, want)
     return Record.of(meta, data)
+
+
+def _lossy_name(want: Want, codec: str) -> BlockHash:
+    return lossy_hash(want.block.digest or BlockDigest(b""), codec)
 
 
 def _nbytes(want: Want) -> int:

@@ -225,5 +225,14 @@ def _repacked(meta: RecordMeta, parts: Sequence[bytes]) -> bytes:
     if packed.digest != meta.digest:
         raise CorruptionError(f"block {meta.digest.hex()}: its parts in the lake do not give its digest")
     lossless, payload = unpack_meta(memoryview(packed.data))
-    whole = dataclasses.replace(lossless, is_lossy=meta.is_lossy, is_parent_lossy=meta.is_parent_lossy)
+    whole = dataclasses.replace(
+        lossless,
+        sections=tuple(
+            dataclasses.replace(section, bound=known.bound)
+            for section, known in zip(lossless.sections, meta.sections, strict=True)
+        ),
+        is_lossy=meta.is_lossy,
+        is_parent_lossy=meta.is_parent_lossy,
+        origin=meta.origin,
+    )
     return pack_meta(whole) + payload
