@@ -20,10 +20,12 @@ from agentmem._lmdb import Environment, Level, Table
 from agentmem.check import check
 from agentmem.errors import CapacityError, InvalidInputError
 from agentmem.gc import collect
+from agentmem.racing import PREFILL
 from agentmem.reasons import Reason
 from agentmem.testing.models import tiny_model
 from agentmem.tiers.blockrows import BlockInfo
 from agentmem.tiers.disk import DiskTier
+from agentmem.tiers.sim import SimTier
 from agentmem.tree.catalog import Catalog
 
 TOLERANCE = 1e-4
@@ -53,11 +55,13 @@ class StoreAndDict(RuleBasedStateMachine):
 
     config = agentmem.Config(block_size=16)
     is_tight = False
+    has_far_tier = False
 
     def __init__(self):
         super().__init__()
         logging.getLogger("agentmem").setLevel(logging.ERROR)  # damaged blocks are warned of by the hundred
         self.folder = Path(tempfile.mkdtemp())
+        self.tiers = [SimTier(bandwidth=1e12)] if self.has_far_tier else []
         self.store = self.open()
         self.sessions = {}
         self.model = {}
@@ -67,7 +71,7 @@ class StoreAndDict(RuleBasedStateMachine):
         self.pending = {}
 
     def open(self):
-        return agentmem.open(self.folder / "store", model=MODEL, config=self.config)
+        return agentmem.open(self.folder / "store", model=MODEL, config=self.config, tiers=self.tiers)
 
     def fresh_name(self, kind):
         self.count += 1
@@ -252,6 +256,8 @@ class StoreAndDict(RuleBasedStateMachine):
                 session = self.store._sessions[name]
             elif not self.is_damaged:
                 report = session.report
+                if self.has_far_tier and report.reason is Reason.FASTER:
+                    continue
                 assert report.reason in {Reason.COMPLETE, Reason.NOT_SAVED}
                 assert report.num_pending - self.pending[name, branch] < self.config.block_size
         return session
@@ -282,10 +288,10 @@ class StoreAndDict(RuleBasedStateMachine):
         with Environment.open(self.folder / "store") as environment:
 
             def flip(txn):
-                rows = list(txn.scan(Table.BINDEX))
+                rows = [(key, BlockInfo.unpack(value, key)) for key, value in txn.scan(Table.BINDEX)]
+                rows = [(key, info) for key, info in rows if not info.is_below]
                 if rows:
-                    key, value = rows[number % len(rows)]
-                    info = BlockInfo.unpack(value, key)
+                    _, info = rows[number % len(rows)]
                     chunk_key = struct.pack(">QH", info.block_id, 0)
                     chunk = bytearray(txn.get_view(Table.BLOCKS, chunk_key))
                     chunk[number % info.stored_nbytes] ^= 0x10
@@ -319,6 +325,27 @@ class StoreAndDict(RuleBasedStateMachine):
             shutil.rmtree(self.folder)
 
 
+class FarStoreAndDict(StoreAndDict):
+    """The same with a tier below the disk, to which sessions sink; their KV is loaded from there, raced or computed."""
+
+    has_far_tier = True
+
+    @rule(number=ANY, is_lazy=st.booleans())
+    def sink(self, number, is_lazy):
+        session, _, _ = self.pick(number)
+        name = session.name
+        self.pending = {(name, branch): session.branch(branch).num_pending for branch in session.branches}
+        self.store.offload(name)
+        self.store._runtime.blocks.host.clear()
+        self.sessions[name] = self.store.resume(name, lazy=True) if is_lazy else self.resume(name)
+
+    @rule(prefill=st.sampled_from([1, 1000, 10**6]), far=st.sampled_from([10**3, 10**6, 10**9]))
+    def believe_in_speeds(self, prefill, far):
+        for _ in range(30):
+            self.store._runtime.blocks.lower.rates.note(PREFILL, prefill, 1.0)
+            self.store._runtime.blocks.lower.rates.note("sim", far, 1.0)
+
+
 class TightStoreAndDict(StoreAndDict):
     """The same on a device that holds about two branches, and a host that holds one."""
 
@@ -341,3 +368,5 @@ TestStoreAndDict = pytest.mark.slow(StoreAndDict.TestCase)
 TestStoreAndDict.settings = BOUNDED
 TestTightStoreAndDict = pytest.mark.slow(TightStoreAndDict.TestCase)
 TestTightStoreAndDict.settings = BOUNDED
+TestFarStoreAndDict = pytest.mark.slow(FarStoreAndDict.TestCase)
+TestFarStoreAndDict.settings = BOUNDED
