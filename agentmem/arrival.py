@@ -19,6 +19,7 @@ from agentmem.ids import BlockDigest, CheckpointId, SessionId, new_session_id, s
 from agentmem.kv.hashing import chain_hash, pack_tokens, unpack_tokens
 from agentmem.kv.header import RecordMeta
 from agentmem.kv.record import read_meta
+from agentmem.marks import Marks, by_start, pack_marks
 from agentmem.tiers.disk import DiskTier
 from agentmem.tree import rows
 from agentmem.tree.catalog import Catalog
@@ -101,6 +102,7 @@ class Arrival:
         self._checkpoints: dict[CheckpointId, Checkpoint] = {}
         self._tokens: dict[CheckpointId | None, Trail[int]] = {None: Trail(array("I"))}
         self._chains: dict[CheckpointId | None, Trail[BlockRef]] = {None: Trail([])}
+        self._marks: dict[CheckpointId | None, Marks] = {None: ()}
         self._branches: dict[str, MovedBranch] = {}
 
     def expect(self, metas: Iterable[RecordMeta], lost: Collection[BlockDigest] = ()) -> None:
@@ -223,6 +225,7 @@ class Arrival:
             len(tokens) == checkpoint.num_tokens, name, f"it has {len(tokens)} tokens, not {checkpoint.num_tokens}"
         )
         _require(checkpoint.num_pending <= checkpoint.num_tokens, name, "more tokens are pending than it has")
+        self._marks[name] = by_start((*self._marks[parent_id], *checkpoint.marks))
         self._chains[name] = self._checked_blocks(checkpoint, tokens)
         self._checkpoints[name] = checkpoint
 
@@ -251,7 +254,8 @@ class Arrival:
         _require(meta.start == start and stop <= len(tokens), name, f"block {short(ref.digest)} is out of place")
         # The first block's hash begins at a root that depends on the store's salt, which no file tells.
         if before is not None:
-            is_same = chain_hash(before.block_hash, tokens.slice(start, stop)) == ref.block_hash
+            marks = pack_marks(self._marks[name], start, stop)
+            is_same = chain_hash(before.block_hash, tokens.slice(start, stop), marks) == ref.block_hash
             _require(is_same, name, f"block {short(ref.digest)} is not that of its tokens")
 
     def _take_branch(self, data: bytes) -> None:

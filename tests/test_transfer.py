@@ -440,3 +440,26 @@ def test_a_large_file_is_never_in_memory_as_a_whole(tmp_path):
 
     assert num_read == num_entries
     assert peak_nbytes < 6 * len(entry)
+
+
+def test_a_branch_whose_kv_was_moved_arrives_with_its_marks(llama, tmp_path):
+    file = tmp_path / "task.bundle"
+    config = agentmem.Config(block_size=16)
+    with agentmem.open(tmp_path / "from", model=llama, config=config) as store:
+        session = store.create("task")
+        session.forward(PROMPT)
+        session.checkpoint("plan")
+        session.branch("main").edit("short", 40, 60)
+        session.switch("short")
+        session.checkpoint("moved")
+        session.close()
+    with Place(tmp_path / "from", create=False) as place:
+        place.export("task", file)
+    with Place(tmp_path / "to") as place:
+        place.import_(file)
+
+    with agentmem.open(tmp_path / "to", model=llama, config=config) as store:
+        report = store.resume("task").active.report
+
+        assert report.num_approximate == 140
+        assert report.from_tier == {"disk": 180}
