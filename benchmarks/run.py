@@ -36,6 +36,7 @@ NAMES = (
     "churn",
     "checks",
     "tiers",
+    "lossy",
 )
 RESULTS = Path(__file__).parent / "results"
 

@@ -83,7 +83,7 @@ def _coded(record: Record, codec: str) -> Record:
     """Return what a lossy codec makes of a record: itself where that may not be done twice, or costs too much.
 
     The first block holds the sinks, which attention leans on: coded like the others it alone made the KL of the next
-    token 7 to 10 times as large. Source: benchmarks/lossy.py.
+    token 5 to 10 times as large. Source: benchmarks/lossy.py.
     """
     meta = record_format.read_meta(record.data)
     if meta.is_lossy or meta.is_parent_lossy or meta.start == 0:
