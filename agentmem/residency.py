@@ -33,6 +33,9 @@ _LOOKS = 4
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.05, 60.0
 _BATCH_BLOCKS = 16
 
+_SINK_PART = 8
+"""A short disk budget is relieved of an eighth of it at least, when sessions have to sink for it."""
+
 
 @dataclass(slots=True)
 class SweepReport:
@@ -78,6 +81,7 @@ class Sinker:
         self._catalog = catalog
         self._open_sessions = open_sessions
         self._clock = clock
+        self._relieving = threading.Lock()
 
     def sweep(self, residency: Residency) -> SweepReport:
         """Move down what has been idle longer than its tier allows."""
@@ -122,10 +126,15 @@ class Sinker:
         return True
 
     def relieve(self, missing_nbytes: int) -> None:
-        """Let sessions sink that nobody has open, the longest unused first, until about `missing_nbytes` are free."""
+        """Let sessions sink that nobody has open, the longest unused first, until about `missing_nbytes` are free.
+
+        One thread at a time does so: two would sink the same sessions, and one of them find that it freed nothing.
+        """
         tier = self._runtime.blocks.lower.durable_or_none()
+        least_nbytes = (self._environment.quota.budget_nbytes or 0) // _SINK_PART
         if tier is not None:
-            self._sink_idle(tier, math.inf, missing_nbytes, SweepReport())
+            with self._relieving:
+                self._sink_idle(tier, math.inf, max(missing_nbytes, least_nbytes), SweepReport())
 
     def forget(self, name: str) -> None:
         """Remove what the tiers below have of a session, and no other session of the store names.

@@ -34,7 +34,7 @@ from agentmem.session import Session
 from agentmem.tiers.hints import Hints
 from agentmem.tiers.remote import RecordTier
 from agentmem.tree.checkpoint import Checkpoint
-from agentmem.upkeep import Upkeep
+from agentmem.upkeep import RELIEF_PART, Upkeep
 from agentmem.usage import usage
 from agentmem.view import StoreView
 
@@ -325,11 +325,12 @@ class Store(StoreView):
 
     def _relieve(self, missing_nbytes: int) -> None:
         """Make room on disk: what was dropped goes first, then sessions that nobody has open sink to the lake."""
+        wanted_nbytes = max(missing_nbytes, (self.config.disk_budget_nbytes or 0) // RELIEF_PART)
         before = self.environment.live_nbytes
-        self._upkeep.relieve(missing_nbytes)
+        self._upkeep.relieve(wanted_nbytes)
         freed_nbytes = before - self.environment.live_nbytes
         if freed_nbytes < missing_nbytes:
-            self._sinker.relieve(missing_nbytes - freed_nbytes)
+            self._sinker.relieve(wanted_nbytes - freed_nbytes)
 
     def _close_session(self, session: Session) -> None:
         """Close a session, also one that another handle took over: nothing more can be saved of it."""

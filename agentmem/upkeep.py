@@ -23,7 +23,7 @@ from agentmem.tree.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
 
-_RELIEF_PART = 32
+RELIEF_PART = 32
 """A short disk budget is relieved of a 32nd of it at least, so that this is not done again for every block."""
 
 
@@ -97,11 +97,9 @@ class Upkeep:
 
     def relieve(self, missing_nbytes: int) -> None:
         """Make room on disk for about `missing_nbytes`; called by whoever is about to write."""
-        budget_nbytes = self._environment.quota.budget_nbytes or 0
-        wanted = max(missing_nbytes, budget_nbytes // _RELIEF_PART)
         try:
             with self._idle_sessions() as (idle, spared):
-                removed = relieve(self._environment, self._catalog, self._disk, wanted, spared=spared)
+                removed = relieve(self._environment, self._catalog, self._disk, missing_nbytes, spared=spared)
                 _forget(idle, removed)
         except AgentMemError as error:
             logger.warning("the disk budget is used up, and nothing could be removed: %s", error)
