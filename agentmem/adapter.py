@@ -193,6 +193,11 @@ class Adapter(Protocol):
         """Hex name of the chat template; "" when there is none."""
         ...
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the model has adapters that may be switched, as of the last `look`. Costs nothing."""
+        ...
+
     def look(self) -> Fingerprint:
         """Return the name of everything about the model that makes KV differ, as it is now.
 

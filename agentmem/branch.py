@@ -55,7 +55,7 @@ class BranchOwner(Protocol):
         """The names of the session's branches."""
         ...
 
-    def using(self, entry: BranchEntry) -> Guard:
+    def using(self, entry: BranchEntry, *, is_computing: bool = True) -> Guard:
         """Keep other threads out and the branch on the device, while an operation runs."""
         ...
 
@@ -262,7 +262,8 @@ class Branch(Talk, Editing["Branch"]):
     def checkpoint(self, message: str = "", *, extras: Mapping[str, object] | None = None) -> Checkpoint:
         """Make an immutable point of the branch; durable when it returns.
 
-        Feeds what is pending but for the last token, so that the checkpoint's KV is worth resuming.
+        Feeds what is pending but for the last token, so that the checkpoint's KV is worth resuming. KV that is there
+        already needs no look at a model without adapters: it is kept under the model that computed it.
 
         Args:
             message: What to call it in `log`.
@@ -272,11 +273,14 @@ class Branch(Talk, Editing["Branch"]):
             StorageFullError: The disk has no room; nothing is lost, and it may be tried again.
             InvalidInputError: The branch is empty.
         """
-        with self._owner.using(self._entry):
+        is_settled = not self._owner.adapter.has_adapters and self._entry.state.is_settled(keep=1)
+        with self._owner.using(self._entry, is_computing=not is_settled):
             if not self.num_tokens:
                 raise InvalidInputError(
                     f"branch {self.name!r} has no tokens, so there is nothing to keep; append some first"
                 )
+            if is_settled and not self._entry.state.is_settled(keep=1):  # another thread was faster
+                self._owner.ledger.require_same_model()
             self._owner.with_room(lambda: self._entry.state.settle(keep=1))
             self._owner.ledger.states.note_progress(self._entry)
             kept = copy_extras(self._entry.extras if extras is None else {**own_extras(self._entry.extras), **extras})

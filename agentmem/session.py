@@ -321,23 +321,22 @@ class Session(Hinting, Verbs):
         return len(self._uses) > 0
 
     @contextlib.contextmanager
-    def using(self, entry: BranchEntry) -> Iterator[None]:
-        """Keep other threads out and the branch on the device, while an operation runs."""
-        with self.batching([entry]):
+    def using(self, entry: BranchEntry, *, is_computing: bool = True) -> Iterator[None]:
+        """Keep other threads out and the branch on the device, while an operation runs, which follows the model."""
+        with self.batching([entry], is_computing=is_computing):
             if self._entries.get(entry.name) is not entry:
-                raise ClosedError(
-                    f"branch {entry.name!r} was dropped from session {self.name!r}; this handle is of no use"
-                )
+                raise ClosedError(f"branch {entry.name!r} was dropped from session {self.name!r}; its handle is no use")
             self._hints.use((self.name, entry.name))
             self.ledger.states.warm_up(entry)
             yield
 
     @contextlib.contextmanager
-    def batching(self, entries: Collection[BranchEntry]) -> Iterator[None]:
+    def batching(self, entries: Collection[BranchEntry], *, is_computing: bool = True) -> Iterator[None]:
         """Keep other threads out, and `entries` on the device, while a batch of them runs; it may change them."""
-        (
-            self.ledger.require_same_model if self._is_working else self._follow_model
-        )()  # within a verb: too late to follow
+        if self._is_working:  # inside another operation, where it would be too late to follow
+            self.ledger.require_same_model()
+        elif is_computing:
+            self._follow_model()
         with self._crowd.taken(self._lock), self._guarded(), present(self._uses, entries):
             yield
 

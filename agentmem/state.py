@@ -99,13 +99,17 @@ class BranchState(Racing):
         with Operation(self, operation) as report:
             report.note_load(self.restore())
 
-    def settle(self, *, keep: int) -> None:
-        """Give all pending tokens but the last `keep` their KV: reuse what is stored, compute the rest."""
+    def is_settled(self, *, keep: int) -> bool:
+        """Say whether all pending tokens but the last `keep` have their KV, all of it saved or on the device."""
         is_tail_saved = self.tail is not None and self.tail.stop == self.num_kv
         is_at_border = self.num_kv == len(self.blocks) * self.spec.block_size
         regime = self._runtime.adapter.regime(max(self.num_computed, len(self.tokens) - keep))
-        is_settled = self.num_pending <= keep and self.num_kv == self.num_computed and regime == self.regime
-        if is_settled and (self.is_hot or is_tail_saved or is_at_border):
+        is_computed = self.num_pending <= keep and self.num_kv == self.num_computed and regime == self.regime
+        return is_computed and (self.is_hot or is_tail_saved or is_at_border)
+
+    def settle(self, *, keep: int) -> None:
+        """Give all pending tokens but the last `keep` their KV: reuse what is stored, compute the rest."""
+        if self.is_settled(keep=keep):
             return
         with Operation(self, "checkpoint") as report:
             self.enter_regime(max(self.num_computed, len(self.tokens) - keep))

@@ -7,8 +7,7 @@ the look whether the model has changed, the leases of sessions, the copies of sm
 Resume: KV from disk onto the device, warm. Checkpoint: 64 new tokens, all of whose saving it waits for
 (`save_in_background=False`). CPU time of the whole process, in the run that took the least of it: what comes on top
 is other work on the machine. A few per cent are less than such times differ by; so each check's own CPU time is
-measured too, call by call, in runs of their own. The claims are about that, as a share of the time that the operation
-takes; a checkpoint also waits for the disk.
+measured too, call by call, in runs of their own, and the claims are about that.
 """
 
 import contextlib
@@ -63,7 +62,7 @@ def run(options: Options) -> dict[str, object]:
         ):
             measure(store, context, 99, options.repeats(full=8, quick=4), *(clock.times(each) for each in OPERATIONS))
     rows = [
-        row_of(operation, name, found[name][index].cpu_s, found[ALL][index].cpu_s, clock)
+        row_of(operation, name, found[name][index].cpu_s, found[ALL][index].cpu_s, clock.share(operation, name))
         for index, operation in enumerate(OPERATIONS)
         for name in VARIANTS
     ]
@@ -72,7 +71,7 @@ def run(options: Options) -> dict[str, object]:
         "what": f"SmolLM2 bf16, {context:,} tokens; a checkpoint of {NUM_TOKENS} tokens",
         "rows": rows,
         "checks": [
-            check(f"{each['operation']}: all checks, % of its time", each["own time, %"], MAX_SHARE)
+            check(f"{each['operation']}: all checks, % of its CPU time", each["own CPU, %"], MAX_SHARE)
             for each in rows
             if each["left out"] == "everything"
         ],
@@ -98,7 +97,7 @@ def measure(store: Store, context: int, turn: int, num_runs: int, resumes: Times
         session.drop(f"{turn}-{number}")
 
 
-def row_of(operation: str, name: str, cpu_s: list[float], all_cpu_s: list[float], clock: "Clock") -> Row:
+def row_of(operation: str, name: str, cpu_s: list[float], all_cpu_s: list[float], share: float) -> Row:
     """Return one line: how much of the whole time goes when these checks go."""
     own, whole = min(cpu_s), min(all_cpu_s)
     return {
@@ -107,8 +106,7 @@ def row_of(operation: str, name: str, cpu_s: list[float], all_cpu_s: list[float]
         "CPU ms": own * 1e3,
         "CPU ms median": statistics.median(cpu_s) * 1e3,
         "less by %": 100 * (whole - own) / whole,
-        "own CPU, %": clock.share(operation, name),
-        "own time, %": clock.share(operation, name, of_cpu=False),
+        "own CPU, %": share,
     }
 
 
@@ -209,7 +207,7 @@ class _Counted(Times):
         self._clock.begin(self._operation)
         with super().run():
             yield
-        self._clock.end(self.cpu_s[-1], self.wall_s[-1])
+        self._clock.end(self.cpu_s[-1])
 
 
 class Clock:
@@ -218,7 +216,6 @@ class Clock:
     def __init__(self) -> None:
         self._spent: Counter[tuple[str, str]] = Counter()
         self._total: Counter[str] = Counter()
-        self._wall: Counter[str] = Counter()
         self._operation = ""
 
     def times(self, operation: str) -> Times:
@@ -229,17 +226,15 @@ class Clock:
         """Count for an operation from now on."""
         self._operation = operation
 
-    def end(self, cpu_s: float, wall_s: float) -> None:
-        """End the operation, which took so much CPU time, and so long."""
+    def end(self, cpu_s: float) -> None:
+        """End the operation, which took so much CPU time."""
         self._total[self._operation] += cpu_s
-        self._wall[self._operation] += wall_s
         self._operation = ""
 
-    def share(self, operation: str, name: str, *, of_cpu: bool = True) -> float:
-        """Return what a check's CPU time was, in per cent of an operation's, or of the time that it took."""
+    def share(self, operation: str, name: str) -> float:
+        """Return what a check took of an operation's CPU time, in per cent."""
         names = VARIANTS if name == "everything" else [name]
-        whole = self._total if of_cpu else self._wall
-        return 100 * sum(self._spent[operation, each] for each in names) / whole[operation]
+        return 100 * sum(self._spent[operation, each] for each in names) / self._total[operation]
 
     def counted(self, name: str, function: Callable[..., object]) -> Callable[..., object]:
         """Return a function that counts what it takes."""

@@ -90,6 +90,11 @@ class TransformersAdapter:
         """Where the model computes."""
         return self.model.device
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the model has adapters that may be switched, as of the last `look`."""
+        return self._identity.has_adapters
+
     def look(self) -> Fingerprint:
         """Return the model's name as it is now, with the adapters that are active now."""
         return self._identity.look()

@@ -83,6 +83,11 @@ class ModelIdentity:
         self._attention: str | None = None
         self.fingerprint = self._read()
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the model has adapters, at work or not, as of the last `look`."""
+        return self._watch is None or self._watch.has_tuners
+
     def look(self) -> Fingerprint:
         """Return the model's name as it is now. Microseconds while nothing changed; else, reads what may have changed.
 

@@ -123,6 +123,7 @@ class Watch:
         self._address = Tensor.data_ptr if not any(map(_is_wrapper, self._held)) else address_of
         self._addresses = list(map(self._address, self._held))
         self._settings = _Settings.of_all(found.tuners)
+        self.has_tuners = len(found.tuners) > 0
 
     def is_quiet(self) -> bool:
         """Say whether nothing seems to have changed. Costs microseconds (benchmarks/open.py)."""
