@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable
 
+from agentmem._background import give_way
 from agentmem.errors import AgentMemError
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ class Prefetch:
         return self._num_blocks
 
     def _run(self) -> None:
+        give_way()
         try:
             self._num_blocks = self._work(lambda: self._is_cancelled)
         except AgentMemError as error:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from agentmem._background import give_way
 from agentmem._lmdb import Environment
 from agentmem.config import Residency
 from agentmem.errors import AgentMemError, NotFoundError
@@ -247,6 +248,7 @@ class Sweeper:
             self._thread.join()
 
     def _run(self) -> None:
+        give_way()
         while not self._stop.wait(self._pause_s):
             try:
                 self._sinker.sweep(self._residency)

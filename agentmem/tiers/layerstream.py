@@ -4,9 +4,11 @@ A part is verified alone before it is copied to where the model reads it; when a
 whole. Nothing of a pass is kept before that. Source: layer-wise preloading of CachedAttention (arXiv 2403.19708).
 """
 
+import contextlib
 import logging
 import threading
 from collections.abc import Sequence
+from queue import Empty, Queue
 
 import torch
 import xxhash
@@ -26,6 +28,15 @@ from agentmem.tiers.remote import LayeredTier
 from agentmem.tiers.runs import Storage
 
 logger = logging.getLogger(__name__)
+
+
+_NUM_AHEAD = 2
+"""Parts that are fetched ahead of those that are decoded."""
+
+_LOOK_S = 0.01
+
+Fetched = list[bytes | None] | AgentMemError
+"""One part of every block, or why it cannot be had."""
 
 
 class LoadFailed(Exception):  # noqa: N818 - no error: whoever catches it loads in another way
@@ -103,9 +114,15 @@ class LayerStream:
 
     def _run(self) -> None:
         left = [*self._parts, self._whole]
+        fetched: Queue[Fetched] = Queue(_NUM_AHEAD)
+        fetcher = threading.Thread(target=self._fetch, args=(fetched,), name="agentmem-layers-fetch", daemon=True)
+        fetcher.start()
         try:
             for part in range(self._num_parts):
-                self._load(part)
+                found = fetched.get()
+                if isinstance(found, AgentMemError):
+                    raise found
+                self._take(part, found)
                 left.pop(0).set_result(None)
             for meta, sums in zip(self._metas, self._sums, strict=True):
                 _check_whole(meta, [each.digest() for each in sums])
@@ -113,12 +130,27 @@ class LayerStream:
         except (AgentMemError, LoadFailed) as error:
             logger.warning("blocks of tier %s are loaded in another way: %s", self.tier.name, error)
         finally:
+            self.stop()
             for each in left:
                 each.set_exception(LoadFailed(f"tier {self.tier.name} did not give all layers"))
+            while fetcher.is_alive():  # it may wait for room
+                with contextlib.suppress(Empty):
+                    fetched.get(timeout=_LOOK_S)
 
-    def _load(self, part: int) -> None:
-        """Load one part of every block, and copy it to where it is wanted."""
-        found = self.tier.fetch_parts([meta.digest for meta in self._metas], part)
+    def _fetch(self, fetched: "Queue[Fetched]") -> None:
+        """Fetch the parts one after the other, some ahead of those that are decoded."""
+        digests = [meta.digest for meta in self._metas]
+        for part in range(self._num_parts):
+            if self._is_over:
+                return
+            try:
+                fetched.put(self.tier.fetch_parts(digests, part))
+            except AgentMemError as error:
+                fetched.put(error)
+                return
+
+    def _take(self, part: int, found: Sequence[bytes | None]) -> None:
+        """Verify one part of every block, and copy it to where it is wanted."""
         for number, data in enumerate(found):
             want, meta = self._wanted[number], self._metas[number]
             rows = [part_rows(section.shape[0], part, self._num_parts) for section in want.out]

@@ -23,7 +23,7 @@ from agentmem.tiers.sealing import verified
 MAX_PARTS = 16
 """Most parts that a block is cut into."""
 
-_MIN_PART_NBYTES = 256 << 10
+_MIN_PART_NBYTES = 128 << 10
 """Raw bytes of a part of a block of 64 tokens. On one core parts of 92 KiB took 4 times as long to decode as the block
 uncut, parts of 300 KiB 1.1 to 1.6 times: each is a few calls of numpy. Source: docs/experiments.md."""
 
