@@ -14,6 +14,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from agentmem._background import LESS, give_way
 from agentmem._future import Future
 from agentmem.errors import AgentMemError, CorruptionError
 from agentmem.ids import short
@@ -113,6 +114,7 @@ class LayerStream:
             self._is_over = True
 
     def _run(self) -> None:
+        give_way(LESS)  # to the model's threads, which wait for it where they must
         left = [*self._parts, self._whole]
         fetched: Queue[Fetched] = Queue(_NUM_AHEAD)
         fetcher = threading.Thread(target=self._fetch, args=(fetched,), name="agentmem-layers-fetch", daemon=True)
