@@ -16,7 +16,7 @@ from torch import Tensor
 
 from agentmem._background import LESS, give_way
 from agentmem._future import Future
-from agentmem.errors import AgentMemError, CorruptionError
+from agentmem.errors import AgentMemError, CorruptionError, TierUnavailableError
 from agentmem.ids import short
 from agentmem.kv import record as record_format
 from agentmem.kv.codec import as_words
@@ -144,6 +144,7 @@ class LayerStream:
         digests = [meta.digest for meta in self._metas]
         for part in range(self._num_parts):
             if self._is_over:
+                fetched.put(TierUnavailableError("nobody waits any more"))  # but who decodes waits for this
                 return
             try:
                 fetched.put(self.tier.fetch_parts(digests, part))
