@@ -191,6 +191,11 @@ def pull(
     return PullReport(**report, version=index.label.version, num_lost_blocks=len(lost))
 
 
+def is_shared(environment: Environment, lake: Lake, session_id: SessionId, name: str) -> bool:
+    """Say whether a session was pushed to a lake, or pulled from there, under its name; another's was not."""
+    return _base(environment, lake, session_id, name) > 0
+
+
 def _receive(
     arrival: Arrival, disk: DiskTier, lake: Lake, index: SessionIndex, *, is_lazy: bool
 ) -> tuple[set[BlockDigest], list[RecordMeta]]:

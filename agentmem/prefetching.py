@@ -37,5 +37,5 @@ class Prefetch:
         give_way()
         try:
             self._num_blocks = self._work(lambda: self._is_cancelled)
-        except AgentMemError as error:
-            logger.info("a prefetch ended early (%s): %s", error.reason, error)
+        except (AgentMemError, OSError, RuntimeError, ValueError, MemoryError) as error:
+            logger.info("a prefetch ended early: %s", error)

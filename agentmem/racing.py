@@ -3,6 +3,7 @@
 What is here or on the local disk is always loaded: that is faster than any model computes.
 """
 
+import dataclasses
 from abc import abstractmethod
 
 from torch import Tensor
@@ -72,14 +73,16 @@ class Racing(Restoring):
         loaded.choice = choice
         return loaded
 
-    def _num_worth(self, wanted: Missing) -> int:
-        """Return how many of the first blocks are loaded sooner than they are computed."""
+    def _worth(self, wanted: Missing) -> tuple[int, Choice | None]:
+        """Return how many of the first blocks are loaded sooner than they are computed, and after which estimates."""
         first, tiers = self._first_far(wanted)
         if first == len(wanted):
-            return first
+            return first, None
         choice = self._choose(wanted[first:], tiers[first:], 0)
         is_slow = choice.load_s is not None and choice.compute_s is not None and choice.load_s > choice.compute_s
-        return first if is_slow else len(wanted)
+        choice = dataclasses.replace(choice, way=Way.COMPUTE if is_slow else Way.LOAD)
+        self._runtime.counters.add(f"tokens_far_{choice.way}", choice.num_tokens)
+        return first if is_slow else len(wanted), choice
 
     def _first_far(self, wanted: Missing) -> tuple[int, list[str]]:
         """Return the index of the first block that is in a lower tier, and where they all are; no index: none is."""
@@ -141,7 +144,7 @@ class Racing(Restoring):
 
     def _race(self, far: Missing, loaded: Loaded) -> None:
         """Compute the far blocks from the front and load them from the back, until the two meet."""
-        start, stop, tail = far[0][1], far[-1][2], self.tail
+        start, stop, has_tail = far[0][1], far[-1][2], far[-1][0] is self.tail
         self._workspace.begin(self.cursor, stop - start)
         wants = [self._want(*each) for each in far]
         self._workspace.order.note()
@@ -153,7 +156,8 @@ class Racing(Restoring):
             load.stop()
         self._workspace.order.follow()
         if index < len(far):
-            self._join([block for block, _, _ in far[index:]], tail, stop - far[index][1])
+            self._join(load.blocks, stop - far[index][1], has_tail=has_tail)
+        loaded.num_equivalent += load.num_equivalent
         for tier, num_tokens in load.from_tier.items():
             loaded.count(tier, num_tokens, self.spec.token_nbytes)
             self._runtime.counters.add(f"{tier}_to_device_nbytes", num_tokens * self.spec.token_nbytes)
@@ -185,11 +189,11 @@ class Racing(Restoring):
         self.tail = None
         self.note_point()
 
-    def _join(self, blocks: list[SealedBlock], tail: SealedBlock | None, num_tokens: int) -> None:
-        """Take over the blocks that were loaded behind the computed ones."""
+    def _join(self, blocks: list[SealedBlock], num_tokens: int, *, has_tail: bool) -> None:
+        """Take over the blocks that were loaded behind the computed ones; the last one may be the tail."""
         self._workspace.commit(self.cursor, num_tokens)
-        self.blocks.extend([block for block in blocks if block is not tail])
-        self.tail = tail
+        self.blocks.extend(blocks[:-1] if has_tail else blocks)
+        self.tail = blocks[-1] if has_tail else None
         self.num_kv = self.num_computed = self.cursor.length
         self.note_point()
         self._runtime.counters.add("tokens_restored", num_tokens)

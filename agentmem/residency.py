@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from agentmem._background import give_way
 from agentmem._lmdb import Environment
 from agentmem.config import Residency
-from agentmem.errors import AgentMemError, NotFoundError
+from agentmem.errors import AgentMemError, AlreadyExistsError, NotFoundError
 from agentmem.ids import BlockDigest
 from agentmem.kv import record as record_format
 from agentmem.kv.record import Record
 from agentmem.lake.lake import Lake
-from agentmem.offload import pull, push
+from agentmem.offload import is_shared, pull, push
 from agentmem.runtime import Runtime
 from agentmem.session import Session
 from agentmem.sinking import SinkReport, idle_blocks, idle_sessions, named_blocks, sink
@@ -124,6 +124,8 @@ class Sinker:
             pull(self._environment, self._catalog, self._runtime.blocks.disk, lake, name, lazy=True)
         except NotFoundError:
             return False
+        except AlreadyExistsError:
+            return True  # another thread was faster
         return True
 
     def relieve(self, missing_nbytes: int) -> None:
@@ -140,7 +142,8 @@ class Sinker:
     def forget(self, name: str) -> None:
         """Remove what the tiers below have of a session, and no other session of the store names.
 
-        In a lake the session is removed by its name, with all versions; what lay in segments is its collector's.
+        In a lake the session is removed by its name, with all versions; another's of that name stays. What lay in
+        segments is the collector's.
 
         Raises:
             NotFoundError: There is no such session.
@@ -155,7 +158,7 @@ class Sinker:
             shared = set(named_blocks(txn, others))
             digests = [digest for digest in named_blocks(txn, [session_id]) if digest not in shared]
         for tier in lower.tiers:
-            if isinstance(tier, Lake):
+            if isinstance(tier, Lake) and is_shared(self._environment, tier, session_id, name):
                 with contextlib.suppress(NotFoundError):
                     tier.remove(name)
             tier.remove_many(digests)
@@ -190,12 +193,12 @@ class Sinker:
                 data = self._runtime.blocks.disk.load_record(digest)
                 records.append(Record.of(record_format.read_meta(data), data))
         try:
-            count = sum(pool.put_many(records))
+            taken = [record for record, is_here in zip(records, pool.put_many(records), strict=True) if is_here]
         except AgentMemError as error:
             logger.warning("the pool took nothing (%s): %s", error.reason, error)
             return 0
-        self._runtime.counters.add("host_to_pool_nbytes", sum(record.raw_nbytes for record in records))
-        return count
+        self._runtime.counters.add("host_to_pool_nbytes", sum(record.raw_nbytes for record in taken))
+        return len(taken)
 
     def _leave_disk(self, before_s: float, report: SweepReport) -> None:
         """Let sessions sink that nobody has opened since."""
@@ -252,5 +255,5 @@ class Sweeper:
         while not self._stop.wait(self._pause_s):
             try:
                 self._sinker.sweep(self._residency)
-            except AgentMemError as error:
-                logger.warning("a sweep ended early (%s): %s", error.reason, error)
+            except (AgentMemError, OSError, RuntimeError, ValueError, MemoryError) as error:
+                logger.warning("a sweep ended early, and is tried again: %s", error)

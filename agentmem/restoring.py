@@ -6,6 +6,7 @@ Nothing here runs the model: what cannot be had becomes pending, and the reason 
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 
+from agentmem.choosing import Choice
 from agentmem.errors import CorruptionError, NotFoundError, ReadOnlyError, SpecMismatchError, StorageFullError
 from agentmem.ids import BlockDigest, BlockHash
 from agentmem.marks import MarkKind, lossy_mark, media_start, with_lossy, without_splices
@@ -106,13 +107,13 @@ class Restoring(Prefix):
         if stop <= start:
             return loaded
         wanted = [(block, max(block.start, start), min(block.stop, stop)) for block in self._covering(found, stop)]
-        num_worth = self._num_worth(wanted)
+        num_worth, loaded.choice = self._worth(wanted)
         if num_worth < len(wanted):
             wanted = [] if self.spec.states else wanted[:num_worth]
             stop = wanted[-1][2] if wanted else start
         if not wanted:
             return loaded
-        loaded = self._load(wanted, stop - start)
+        loaded.add(self._load(wanted, stop - start))
         self._take_reused(loaded, start, stop)
         self._take_lossy(loaded.lossy)
         if state is not None and self.num_kv == stop:
@@ -177,8 +178,8 @@ class Restoring(Prefix):
         """Bring blocks right after the cursor onto the device, in the way that is fastest."""
 
     @abstractmethod
-    def _num_worth(self, wanted: list[tuple[SealedBlock, int, int]]) -> int:
-        """Return how many of the first blocks are loaded sooner than they are computed."""
+    def _worth(self, wanted: list[tuple[SealedBlock, int, int]]) -> tuple[int, Choice | None]:
+        """Return how many of the first blocks are loaded sooner than they are computed; the choice where any is far."""
 
     def _load(self, wanted: list[tuple[SealedBlock, int, int]], num_tokens: int) -> Loaded:
         """Load blocks right after the cursor and move it over what is good."""
@@ -270,7 +271,8 @@ class Restoring(Prefix):
     def _match(self, limit: int) -> list[SealedBlock]:
         """Return the stored blocks that continue the computed tokens, up to position `limit`."""
         first = self.num_computed - self.num_computed % self.spec.block_size
-        return self._runtime.blocks.find_run(self._names_after(first, limit), first)
+        is_worth_asking = limit - self.num_computed >= self.spec.block_size  # not for each block that decoding fills
+        return self._runtime.blocks.find_run(self._names_after(first, limit), first, asks_lower=is_worth_asking)
 
     def _names_after(self, start: int, limit: int) -> Iterator[BlockHash]:
         """Yield the names of the whole blocks of [start, limit), as they are asked for."""

@@ -50,13 +50,16 @@ def idle_sessions(
     The one that was not used for the longest time comes first.
     """
     leased = leased_by_others(txn, environment) | set(opened)
-    idle: list[SessionRecord] = []
+    idle: list[tuple[float, SessionRecord]] = []
     busy: list[SessionId] = []
     for record in catalog.sessions(txn, []):
-        is_idle = record.updated_s <= before_s and record.session_id not in leased
-        idle += [record] if is_idle else []
-        busy += [] if is_idle else [record.session_id]
-    return sorted(idle, key=lambda record: record.updated_s), busy
+        branches = catalog.branches(txn, record.session_id, [])
+        used_s = max([record.updated_s, *(branch.updated_s for branch in branches)])  # every verb writes its branch
+        if used_s <= before_s and record.session_id not in leased:
+            idle.append((used_s, record))
+        else:
+            busy.append(record.session_id)
+    return [record for _, record in sorted(idle, key=lambda each: each[0])], busy
 
 
 def idle_blocks(txn: ReadTransaction, session_ids: Iterable[SessionId]) -> list[BlockDigest]:

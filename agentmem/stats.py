@@ -58,7 +58,7 @@ class ReuseReport:
     Attributes:
         operation: The verb, such as "switch" or "generate".
         num_tokens: Tokens of the branch after the operation.
-        num_reused: Leading tokens whose KV was not computed by this operation.
+        num_reused: Tokens whose KV was not computed by this operation: the leading ones, or the last ones after a race.
         num_computed: Tokens the model was fed by this operation.
         num_pending: Tokens still to be fed, by the next operation that needs logits.
         from_tier: Tokens of `num_reused` by where their KV was found: "device", "host", "disk".

@@ -128,9 +128,8 @@ class Store(StoreView):
     def resume(self, name: str, *, branch: str | None = None, lazy: bool = False) -> Session:
         """Open a stored session again and bring a branch onto the device (by default the one that was active).
 
-        A session that only the lake has is pulled from there first.
-
-        With `lazy` its KV stays where it is until the next verb needs it (see `Session.switch`).
+        A session that only the lake has is pulled from there first. With `lazy` KV stays where it is until the next
+        verb needs it (see `Session.switch`).
 
         Until it is closed, no other handle of any process writes to it (docs/caveats.md). Its report says what was
         reused, what has to be computed again, and why.
@@ -140,15 +139,14 @@ class Store(StoreView):
             SessionLeasedError: Another handle writes to the session.
             CorruptionError: The branch's tokens cannot be had; the session's other branches can be resumed.
             CapacityError: The branch does not fit the device budget.
+            TierUnavailableError: The store has no such session, and its lake cannot be asked.
         """
-        with self._lock:
-            self._check_open()
-            self._follow_model()
-            session = self._sessions.get(name)
-            if session is not None and session.ledger.lease.is_lost:
-                self._close_session(session)
-            if session is None or session.is_closed:
-                session = self._open_session(*self._resumed(name))
+        try:
+            session = self._entered(name)
+        except NotFoundError:
+            if not self._sinker.fetch(name):  # asks the lake: no lock is held meanwhile
+                raise
+            session = self._entered(name)
         session.switch(branch if branch is not None else session.active.name, lazy=lazy)
         return session
 
@@ -160,10 +158,7 @@ class Store(StoreView):
             SessionLeasedError: Another handle writes to it.
         """
         with self._lock:
-            self._check_open()
-            session = self._sessions.pop(name, None)
-            if session is not None:
-                self._close_session(session)
+            self._leave(name)
             self._opener.remove(name)
 
     def forget(self, name: str) -> ForgetReport:
@@ -177,14 +172,12 @@ class Store(StoreView):
             SessionLeasedError: Another handle writes to it.
             TierUnavailableError: A pool or lake does not answer; the session is still here.
         """
+        with contextlib.suppress(StorageFullError):  # what is forgotten need not be saved
+            self._leave(name)
+        self._runtime.blocks.flush()
+        self._sinker.forget(name)  # first, and without the lock: who cannot be reached is asked by the next `forget`
         with self._lock:
-            self._check_open()
-            session = self._sessions.pop(name, None)
-            if session is not None:
-                with contextlib.suppress(StorageFullError):  # what is forgotten need not be saved
-                    self._close_session(session)
-            self._runtime.blocks.flush()
-            self._sinker.forget(name)  # first: who cannot be reached is asked again by another `forget`
+            self._leave(name)
             report = self._upkeep.forget(name)
             self._runtime.blocks.host.clear()
             return report
@@ -247,13 +240,9 @@ class Store(StoreView):
             TierUnavailableError: The lake does not answer; nothing is lost.
             SessionLeasedError: Another handle writes to it.
         """
-        with self._lock:
-            self._check_open()
-            session = self._sessions.pop(name, None)
-            if session is not None:
-                self._close_session(session)
-            self._runtime.blocks.flush()
-            return self._sinker.offload(name)
+        self._leave(name)
+        self._runtime.blocks.flush()
+        return self._sinker.offload(name)
 
     def flush(self) -> None:
         """Wait until all that was done so far, sealed blocks included, is on disk for good.
@@ -314,14 +303,25 @@ class Store(StoreView):
         self._sessions[session.name] = session
         return session
 
-    def _resumed(self, name: str) -> tuple[Ledger, list[BranchEntry]]:
-        """Open a session of the store, or one of the lake."""
-        try:
-            return self._opener.resume(name)
-        except NotFoundError:
-            if not self._sinker.fetch(name):
-                raise
-        return self._opener.resume(name)
+    def _entered(self, name: str) -> Session:
+        """Return a session of the store, opened if it is not."""
+        with self._lock:
+            self._check_open()
+            self._follow_model()
+            session = self._sessions.get(name)
+            if session is not None and session.ledger.lease.is_lost:
+                self._close_session(session)
+            if session is None or session.is_closed:
+                session = self._open_session(*self._opener.resume(name))
+            return session
+
+    def _leave(self, name: str) -> None:
+        """Close a session, if it is open here."""
+        with self._lock:
+            self._check_open()
+            session = self._sessions.pop(name, None)
+            if session is not None:
+                self._close_session(session)
 
     def _relieve(self, missing_nbytes: int) -> None:
         """Make room on disk: what was dropped goes first, then sessions that nobody has open sink to the lake."""

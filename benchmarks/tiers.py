@@ -5,7 +5,8 @@
 The tier is simulated (`agentmem.tiers.sim`): a link of a given speed; all else is real. Two tables.
 
 * Speeds: time from `resume` to the logits of one more token, when loading alone, computing alone, and as agentmem
-  chooses, for links from 1 MB/s to 5 GB/s. What is measured of tier and model before is known, as after some use.
+  chooses, for links from 1 MB/s to 5 GB/s. What is measured of tier and model before is known, as after some use. A
+  load that would take more than a minute is reckoned from its bytes.
 * Overlap: a link on which loading takes as long as feeding the next tokens: one after the other, and layer by layer.
 
 And how fast a branch decodes while another session sinks and rises in the background, all of it: every 2 s, and without

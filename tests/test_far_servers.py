@@ -269,6 +269,21 @@ def test_what_is_forgotten_leaves_pool_and_lake_too(far):
         far.store.resume("s")
 
 
+def test_what_another_machine_put_into_the_lake_under_that_name_is_not_forgotten(far_lake, llama, tmp_path):
+    config = agentmem.Config(block_size=16, lake=far_lake.store.config.lake)
+    with agentmem.open(tmp_path / "elsewhere", model=llama, config=config) as store:
+        session = store.create("s")
+        session.forward(MORE)
+        session.checkpoint()
+        session.close()
+
+        store.forget("s")
+
+        [tier] = store._runtime.blocks.lower.tiers
+        assert [label.name for label in tier.names()] == ["s"]
+    far_lake.resumed()
+
+
 def test_a_session_is_not_forgotten_in_part(far):
     far.proxy.close()
 

@@ -110,7 +110,7 @@ def test_approximate_kv_never_has_the_names_of_exact_kv(world):
     assert exact.isdisjoint(block.block_hash for block in blocks)
     assert set(world.digests).isdisjoint(block.digest for block in blocks)
     assert all(read_meta(world.blocks.disk.load_record(block.digest)).is_parent_lossy for block in blocks)
-    assert not any(world.blocks.disk.is_here(digest) for digest in world.digests[LOSSY])
+    assert not any(world.blocks.disk.are_here(world.digests[LOSSY]))
     assert [world.blocks.disk.find(record.block_hash) for record in world.records] == world.digests
 
 

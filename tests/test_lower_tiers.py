@@ -9,7 +9,7 @@ import agentmem
 from agentmem import Reason
 from agentmem.check import check
 from agentmem.choosing import Way, choose
-from agentmem.errors import TierUnavailableError
+from agentmem.errors import CorruptionError, TierUnavailableError
 from agentmem.racing import PREFILL
 from agentmem.sinking import idle_blocks, sink
 from agentmem.tiers.disk import DiskTier
@@ -32,6 +32,27 @@ class BrokenTier(SimTier):
         if self.num_left < 0:
             raise TierUnavailableError("the link is cut")
         super()._pass(nbytes)
+
+
+class DamagedTier(SimTier):
+    """A tier that may be damaged as a whole."""
+
+    is_damaged = False
+
+    def _pass(self, nbytes):
+        if self.is_damaged:
+            raise CorruptionError("the tier's index is damaged")
+        super()._pass(nbytes)
+
+
+class AskedTier(SimTier):
+    """A tier that counts how often it is asked for names."""
+
+    num_asked = 0
+
+    def find_many(self, names):
+        self.num_asked += 1
+        return super().find_many(names)
 
 
 class Sunk:
@@ -129,6 +150,17 @@ def test_what_is_faster_to_compute_is_computed_and_the_report_says_so(sunk, tiny
     assert report.choice.load_s > report.choice.compute_s
     assert torch.allclose(session.forward([])[-1], cold_logits(tiny("llama"), TOKENS)[-1], atol=1e-4)
     assert session.active.report.num_computed == 300
+
+
+def test_a_prompt_that_is_computed_sooner_than_loaded_says_so(sunk):
+    sunk.expect(prefill=1e9, bandwidth=1)
+
+    session = sunk.store.create("other")
+    session.append(TOKENS)
+    session.forward([7])
+
+    assert session.active.report.choice.way is Way.COMPUTE
+    assert session.active.report.num_computed == 301
 
 
 def test_a_race_computes_from_the_front_and_loads_from_the_back(sunk, tiny):
@@ -252,6 +284,32 @@ def test_a_damaged_part_is_noticed_before_anything_of_the_pass_is_kept(sunk, tin
 
     assert torch.allclose(found, cold_logits(tiny("llama"), TOKENS + TOKENS[:50])[-50:], atol=1e-4)
     assert session.active.report.reason is Reason.COMPLETE, "the records themselves are sound"
+
+
+def test_a_tier_that_is_damaged_as_a_whole_costs_computing(tiny, store_path):
+    tier = DamagedTier(bandwidth=FAST)
+    with agentmem.open(store_path, model=tiny("llama"), config=CONFIG, tiers=[tier]) as store:
+        sunk = Sunk(store, tier, TOKENS)
+        sunk.expect(prefill=1, bandwidth=1e9)
+        tier.is_damaged = True
+        session = store.resume("s")
+
+        assert session.active.report.reason is Reason.DAMAGED
+        assert torch.allclose(session.forward([7])[-1], cold_logits(tiny("llama"), [*TOKENS, 7])[-1], atol=1e-4)
+        assert store.stats()["sim_failures"] > 0
+
+
+def test_the_tiers_below_are_asked_for_a_prompt_and_not_while_decoding(tiny, store_path):
+    tier = AskedTier(bandwidth=FAST)
+    with agentmem.open(store_path, model=tiny("llama"), config=CONFIG, tiers=[tier]) as store:
+        session = store.create("s")
+        session.append(TOKENS)
+        session.forward([])
+        num_asked = tier.num_asked
+        for token in TOKENS[:40]:
+            session.forward([token])
+
+        assert tier.num_asked == num_asked > 0
 
 
 def test_a_tier_that_may_lose_what_it_holds_takes_nothing_from_the_disk(sunk):

@@ -11,6 +11,7 @@ from agentmem.adapters.transformers import TransformersAdapter
 from agentmem.check import check
 from agentmem.config import Residency
 from agentmem.racing import PREFILL
+from agentmem.sinking import idle_sessions
 from agentmem.store import Store
 from agentmem.tiers.disk import DiskTier
 from agentmem.tiers.pyramid import micron_pyramid
@@ -61,7 +62,7 @@ class Tiers:
         found = ["device"] if self.store._runtime.device.nbytes else []
         found += ["host"] if self.blocks.host.contains(digest) else []
         found += ["pool"] if self.pool.contains_many([digest])[0] else []
-        found += ["disk"] if self.blocks.disk.is_here(digest) else []
+        found += ["disk"] if self.blocks.disk.are_here([digest])[0] else []
         return found + (["lake"] if self.lake.contains_many([digest])[0] else [])
 
     def sweep_after(self, seconds):
@@ -85,7 +86,11 @@ def sections_of(tiers, digest):
     """Return the KV of a block as its record on disk, or below, has it."""
     from agentmem.kv import record as record_format
 
-    data = tiers.blocks.disk.load_record(digest) if tiers.blocks.disk.is_here(digest) else tiers.lake._records[digest]
+    data = (
+        tiers.blocks.disk.load_record(digest)
+        if tiers.blocks.disk.are_here([digest])[0]
+        else tiers.lake._records[digest]
+    )
     meta = record_format.read_meta(data)
     out = [torch.empty(section.shape, dtype=getattr(torch, meta.dtype)) for section in meta.sections]
     record_format.unpack(data, out)
@@ -138,6 +143,22 @@ def test_what_is_used_does_not_sink(tiers):
     assert session.active.is_hot
     tiers.sweep_after(11)
     assert not session.active.is_hot
+
+
+def test_a_session_that_was_used_since_is_not_idle(tiers):
+    session = tiers.store.create("s")
+    session.forward(TOKENS)
+    session.checkpoint("made")
+    made_s = time.time()
+    session.forward([5])
+    session.checkpoint("used")
+    session.close()
+
+    with tiers.store.environment.read() as txn:
+        [record] = tiers.store.sessions()
+        assert idle_sessions(txn, tiers.store.catalog, tiers.store.environment, made_s, []) == ([], [record.session_id])
+        [idle], busy = idle_sessions(txn, tiers.store.catalog, tiers.store.environment, time.time(), [])
+    assert (idle.session_id, busy) == (record.session_id, [])
 
 
 def test_a_session_that_is_open_and_what_it_shares_stay_on_disk(tiers):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from agentmem.reasons import Reason
-from agentmem.tiers.blocks import Outcome, Want, copy_in
+from agentmem.tiers.blocks import Outcome, SealedBlock, Want, copy_in
 
 Fetch = Callable[[Sequence[Want]], Sequence[Outcome]]
 """Loads blocks to where they are wanted, and says of each what became of it."""
@@ -24,14 +24,18 @@ class BackwardLoad:
     """A load of neighbouring blocks, the last ones first, in a thread of its own.
 
     Attributes:
+        blocks: The blocks that were loaded, in order of their positions, maybe equivalent ones.
         from_tier: Tokens that were loaded, by tier.
+        num_equivalent: Tokens whose bytes come from an equivalent block.
         reason: COMPLETE, or why a block could not be had: those before it are not loaded either.
         thread: Ends soon after `stop`: when what is under way has come.
     """
 
     def __init__(self, wanted: Sequence[Want], fetch: Fetch) -> None:
         """Begin to load `wanted`, which are in order of their positions."""
+        self.blocks: list[SealedBlock] = []
         self.from_tier: dict[str, int] = {}
+        self.num_equivalent = 0
         self.reason = Reason.COMPLETE
         self._wanted = list(wanted)
         self._fetch = fetch
@@ -103,6 +107,8 @@ class BackwardLoad:
                     self.reason = outcome.reason
                     return False
                 copy_in(source.out, want)
+                self.blocks.insert(0, outcome.block)
+                self.num_equivalent += want.num_tokens if outcome.reason is not Reason.COMPLETE else 0
                 self.from_tier[outcome.tier] = self.from_tier.get(outcome.tier, 0) + want.num_tokens
                 self._num_left -= 1
         return True

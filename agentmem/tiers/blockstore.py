@@ -32,6 +32,7 @@ from agentmem.tiers.identity import Identity
 from agentmem.tiers.layerstream import LayerStream
 from agentmem.tiers.lower import LowerTiers
 from agentmem.tiers.mover import AnyJob, Busy, Job, Mover
+from agentmem.tiers.places import whereabouts
 from agentmem.tiers.runs import Cursor
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class BlockStore:
         self._mover = Mover()
         self._crew = Crew(num_threads, "agentmem-load")
         self._num_threads = num_threads
+        self._blocks_per_task = max(1, LOAD_TASK_NBYTES // max(1, spec.block_size * spec.token_nbytes))
         self._is_closed = False
         self._loads: list[BackwardLoad | LayerStream] = []
         self._known: weakref.WeakValueDictionary[BlockHash, SealedBlock] = weakref.WeakValueDictionary()
@@ -118,10 +120,10 @@ class BlockStore:
         digest = self.disk.find(block_hash)
         return None if digest is None else SealedBlock(block_hash, start, stop, digest)
 
-    def find_run(self, names: Iterable[BlockHash], start: int) -> list[SealedBlock]:
+    def find_run(self, names: Iterable[BlockHash], start: int, *, asks_lower: bool) -> list[SealedBlock]:
         """Return the leading blocks of a run of whole blocks from `start` on, as far as anybody has computed them.
 
-        The tiers below the disk are asked for many at once, when nearer ones know no more.
+        With `asks_lower` the tiers below the disk are asked for many at once, when nearer ones know no more.
         """
         size, found, left = self.spec.block_size, list[SealedBlock](), iter(names)
         for name in left:
@@ -130,7 +132,7 @@ class BlockStore:
                 left = itertools.chain((name,), left)
                 break
             found.append(block)
-        while self.lower.tiers and (batch := list(itertools.islice(left, _FOUND_AT_ONCE))):
+        while asks_lower and self.lower.tiers and (batch := list(itertools.islice(left, _FOUND_AT_ONCE))):
             for name, digest in zip(batch, self.lower.find_many(batch), strict=True):
                 if digest is None:
                     return found
@@ -221,34 +223,35 @@ class BlockStore:
 
     def bring_near(self, blocks: Sequence[SealedBlock], is_over: Callable[[], bool]) -> int:
         """Copy blocks to host memory, as far as they are not nearer and its budget reaches; return how many came."""
-        num_blocks = 0
-        for block in blocks:
-            if is_over() or self._is_closed:
+        wanted = [block for block in blocks if block.digest is not None and block.source is None]
+        num_blocks, is_full = 0, False
+        for first in range(0, len(wanted), self._blocks_per_task):
+            if is_full or is_over() or self._is_closed:
                 break
-            digest = block.digest
-            if digest is None or block.source is not None or self.host.contains(digest):
-                continue
-            sections = empty_sections(self.spec, block.num_tokens)
-            [outcome] = self._load_run([Want(block=block, out=sections, num_tokens=block.num_tokens)])
-            if outcome.block is None or outcome.codec or not self.host.store(digest, sections):
-                break
-            num_blocks += 1
-            self._counters.add(f"{outcome.tier}_to_host_nbytes", sum(section.nbytes for section in sections))
+            count, is_full = self._bring_some(wanted[first : first + self._blocks_per_task])
+            num_blocks += count
         return num_blocks
+
+    def _bring_some(self, blocks: Sequence[SealedBlock]) -> tuple[int, bool]:
+        """Copy some blocks to host memory; return how many came, and whether it has no room for more."""
+        wants = [
+            Want(block=block, out=empty_sections(self.spec, block.num_tokens), num_tokens=block.num_tokens)
+            for block in blocks
+            if not self.host.contains(block.digest or BlockDigest(b""))
+        ]
+        count = 0
+        for want, outcome in zip(wants, self._load_run(wants), strict=True):
+            if outcome.codec or outcome.block is not want.block:
+                continue  # gone, lossy or equivalent: it is not the bytes of that name
+            if not self.host.store(want.block.digest or BlockDigest(b""), want.out):
+                return count, True
+            count += 1
+            self._counters.add(f"{outcome.tier}_to_host_nbytes", sum(section.nbytes for section in want.out))
+        return count, False
 
     def whereabouts(self, blocks: Sequence[SealedBlock]) -> list[str]:
         """Return the nearest tier that holds each block, "" for one that is in none."""
-        places = [self._place_nearby(block) for block in blocks]
-        far = [index for index, place in enumerate(places) if not place]
-        digests = [blocks[index].digest or BlockDigest(b"") for index in far]
-        for index, name in zip(far, self.lower.holders(digests), strict=True):
-            places[index] = name
-        return places
-
-    def _place_nearby(self, block: SealedBlock) -> str:
-        if block.source is not None or block.digest is None:
-            return "device"
-        return self.host.name if self.host.contains(block.digest) else self.disk.name * self.disk.is_here(block.digest)
+        return whereabouts(blocks, self.host, self.disk, self.lower)
 
     def flush(self, *, is_patient: bool = True) -> None:
         """Hand every sealed block to the disk's writer; without patience none whose workspace another thread uses."""
@@ -309,10 +312,7 @@ class BlockStore:
 
     def _tasks(self, wanted: Sequence[Want]) -> list[Sequence[Want]]:
         """Cut the wanted blocks into runs of several megabytes, a few for each thread."""
-        if not wanted:
-            return []
-        per_task = max(1, LOAD_TASK_NBYTES // max(1, self.spec.block_size * self.spec.token_nbytes))
-        per_task = min(per_task, max(1, -(-len(wanted) // self._num_threads)))
+        per_task = min(self._blocks_per_task, max(1, -(-len(wanted) // self._num_threads)))
         return [wanted[first : first + per_task] for first in range(0, len(wanted), per_task)]
 
     def _load_run(self, wanted: Sequence[Want]) -> list[Outcome]:

@@ -31,14 +31,11 @@ class DiskReader:
         self._environment = environment
         self._scratch = threading.local()
 
-    def is_here(self, digest: BlockDigest) -> bool:
-        """Say whether the block's record is in this store, and not below alone."""
+    def are_here(self, digests: Sequence[BlockDigest]) -> list[bool]:
+        """Say of each block whether its record is in this store, and not below alone."""
         with self._environment.read() as txn:
-            try:
-                info = read_info(txn, digest)
-            except CorruptionError:
-                return False
-        return info is not None and not info.is_below
+            infos = [self._readable(txn, digest) for digest in digests]
+        return [info is not None and not info.is_below for info in infos]
 
     def is_named(self, digest: BlockDigest) -> bool:
         """Say whether a checkpoint names the block, so that no gc takes it."""

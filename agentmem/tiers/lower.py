@@ -72,10 +72,8 @@ class LowerTiers:
             heads = tier.fetch_heads([want.block.digest or BlockDigest(b"") for want in wanted])
             found = [head for head in heads if head is not None]
             return LayerStream(tier, wanted, found, spec) if can_stream(wanted, heads) else None
-        except TierUnavailableError as error:
+        except AgentMemError as error:
             self._note_failure(tier, error)
-        except (CorruptionError, FormatVersionError) as error:
-            logger.warning("blocks of tier %s are not loaded by layers: %s", name, error)
         return None
 
     def find_many(self, names: Sequence[BlockHash]) -> list[BlockDigest | None]:
@@ -85,7 +83,7 @@ class LowerTiers:
             left = [index for index, digest in enumerate(found) if digest is None]
             try:
                 digests = tier.find_many([names[index] for index in left]) if left else []
-            except TierUnavailableError as error:
+            except AgentMemError as error:
                 self._note_failure(tier, error)
                 continue
             for index, digest in zip(left, digests, strict=True):
@@ -99,7 +97,7 @@ class LowerTiers:
             left = [index for index, name in enumerate(names) if not name]
             try:
                 held = tier.contains_many([digests[index] for index in left]) if left else []
-            except TierUnavailableError as error:
+            except AgentMemError as error:
                 self._note_failure(tier, error)
                 continue
             for index, is_here in zip(left, held, strict=True):
@@ -137,9 +135,8 @@ class LowerTiers:
         with self.rates.measuring(tier.name) as measured:
             try:
                 records = tier.fetch_many(digests)
-            except TierUnavailableError as error:
-                self._note_failure(tier, error)
-                return [Outcome(None, "", Reason.TIER_UNAVAILABLE)] * len(wanted)
+            except AgentMemError as error:
+                return [Outcome(None, "", self._note_failure(tier, error))] * len(wanted)
             outcomes = [
                 None if data is None else self._take(tier, want, data)
                 for want, data in zip(wanted, records, strict=True)
@@ -171,12 +168,14 @@ class LowerTiers:
             return
         try:
             tier.remove_many([digest])
-        except TierUnavailableError as error:
+        except AgentMemError as error:
             self._note_failure(tier, error)
 
-    def _note_failure(self, tier: RecordTier, error: TierUnavailableError) -> None:
+    def _note_failure(self, tier: RecordTier, error: AgentMemError) -> Reason:
+        """Count that a tier failed as a whole; return why what it holds cannot be had."""
         self._counters.add(f"{tier.name}_failures")
         logger.warning("tier %s is left out (%s): %s", tier.name, error.reason, error)
+        return Reason.TIER_UNAVAILABLE if isinstance(error, TierUnavailableError) else Reason.DAMAGED
 
 
 def _checked(want: Want, data: bytes, codec: str) -> Record:
